@@ -1,0 +1,176 @@
+"""The public functions. Docstrings, argument parsing, one operator call each."""
+
+import sys
+from typing import Any, TextIO
+
+import torch
+import torch.nn.functional as F
+
+from . import arch as arches
+from . import ops
+from .dispatch import Explanation, plan
+from .problem import Problem, align_of, parse_causal, parse_window
+
+_KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: str | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    layout: str = "bhsd",
+    impl: str = "auto",
+    return_lse: bool = False,
+    rescale_threshold: float | None = None,
+    window_align: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Exact attention: softmax(scale * q @ k^T, over the allowed keys) @ v.
+
+    Args:
+        q: (B, Hq, Sq, D), or (B, Sq, Hq, D) with layout="bshd". float16, bfloat16, float32 (float64: reference only).
+        k: (B, Hkv, Sk, D), of q's dtype and device. Hq must be a multiple of Hkv; query head h uses key head
+            h // (Hq / Hkv) (grouped queries).
+        v: (B, Hkv, Sk, D_v).
+        causal: None, "top_left" (PyTorch: query i sees keys 0..i) or "bottom_right" (flash-attn: query i sees keys
+            0..i + Sk - Sq). The two are the same when Sq == Sk.
+        window: (left, right): query i sees left keys before and right keys after its diagonal position, both edges
+            inclusive; None or -1 is open. Aligned like `causal`.
+        scale: on the scores; default 1 / sqrt(D). Any float, also 0 or negative.
+        layout: order of the dimensions of q, k, v and the output, "bhsd" or "bshd". Strides are free either way; only
+            the head dimension should be contiguous (it is copied otherwise).
+        impl: "auto" chooses the best kernel for the GPU and falls back with a reason (`explain` shows it). The name of
+            a backend, or "reference", takes that one or raises.
+        return_lse: also return the logsumexp of the scaled scores, natural log, float32, (B, Hq, Sq).
+        rescale_threshold: of the lazy rescale, log2 units, 0 to 8; default 8. 0 keeps the exact running maximum.
+            Changes rounding only.
+        window_align: alignment of the window when `causal` is None; default "top_left".
+
+    Returns:
+        The output, q's shape with D_v for D, q's dtype, stored densely in q's order of dimensions; with return_lse, the
+        pair (output, LSE). A query with no allowed key gives 0, and -inf in the LSE. Keys outside the length, the
+        window and the causal range never reach a result, even if they hold NaN or inf.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or options that do not go together.
+        TypeError: arguments of the wrong type.
+        NotImplementedError: a named `impl` that cannot take the problem.
+
+    The algorithm is the online softmax over key blocks of FlashAttention (Dao et al., 2022) in the exp2 domain, with
+    the lazy rescale of FlashAttention-4. Differentiable; composes with torch.compile, vmap and CUDA graphs.
+    """
+    if layout not in ("bhsd", "bshd"):
+        raise ValueError(f"layout: got {layout!r}, expected 'bhsd' or 'bshd'")
+    causal = parse_causal(causal)
+    left, right = parse_window(window)
+    align = align_of(causal, window_align)
+    if layout == "bshd":
+        q, k, v = _swap(q, "q"), _swap(k, "k"), _swap(v, "v")
+    out, lse = ops.forward(q, k, v, causal is not None, left, right, align, scale, impl, rescale_threshold, return_lse)
+    if layout == "bshd":
+        out = out.transpose(1, 2)
+    return (out, lse) if return_lse else out
+
+
+def scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Drop-in for `torch.nn.functional.scaled_dot_product_attention`: the same arguments, meaning and errors.
+
+    Shapes (N, ..., Hq, L, E), (N, ..., H, S, E), (N, ..., H, S, Ev) -> (N, ..., Hq, L, Ev); `is_causal` is the
+    upper-left triangle. Under torch.autocast the inputs are cast as torch casts them. What lazymax's kernels do not
+    take yet (dense masks, dropout, float64, other than 4 dimensions, broadcast batches) is computed by torch's own
+    function, which also raises torch's own errors; `lazymax.explain` says which route a call takes.
+    """
+    if not _simple(query, key, value, attn_mask, dropout_p, enable_gqa):
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    out, _ = ops.forward(query, key, value, bool(is_causal), None, None, "top_left", scale, "auto", None, False)
+    return out
+
+
+def explain(
+    q: torch.Tensor | None = None,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    *,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    causal: str | None = None,
+    is_causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    window_align: str | None = None,
+    scale: float | None = None,
+    layout: str = "bhsd",
+    impl: str = "auto",
+    return_lse: bool = False,
+    shape: tuple[int, ...] | None = None,
+    dtype: torch.dtype | str = torch.bfloat16,
+    arch: str | None = None,
+    file: TextIO | None = sys.stdout,
+) -> Explanation:
+    """Print which kernel a call would take, with which tile, why, and why every other candidate was refused.
+
+    Give the tensors of the call, or, without them, `shape` = (B, Hq, Hkv, Sq, Sk, D) or (B, Hq, Hkv, Sq, Sk, D, D_v)
+    with `dtype`. `arch` asks for another GPU than the tensors' device, by id ("gfx1151", "sm_90"); no GPU is needed.
+    The other arguments are those of `attention` and `scaled_dot_product_attention`.
+
+    Returns the `Explanation` (`.plan`, `.to_json()`); file=None prints nothing. Raises what the call would raise.
+    """
+    if is_causal:
+        causal = causal or "top_left"
+    rules: dict[str, Any] = dict(
+        causal=causal, window=window, window_align=window_align, scale=scale, return_lse=return_lse,
+        mask=None if attn_mask is None else str(attn_mask.dtype).removeprefix("torch."), dropout_p=dropout_p,
+    )  # fmt: skip
+    if q is not None and k is not None and v is not None:
+        if layout == "bshd":
+            q, k, v = _swap(q, "q"), _swap(k, "k"), _swap(v, "v")
+        problem = Problem.from_call(q, k, v, **rules)
+        where = arches.by_name(arch) if arch else arches.of(q.device)
+    elif shape is not None:
+        problem = Problem.from_shape(shape, dtype, **rules)
+        where = arches.by_name(arch or "cpu")
+    else:
+        raise ValueError("explain: got neither q, k, v nor shape; expected one of the two")
+    explanation = Explanation(problem, where, plan(problem, where, impl))
+    if file is not None:
+        print(explanation, file=file)
+    return explanation
+
+
+def _swap(t: torch.Tensor, name: str) -> torch.Tensor:
+    if t.dim() != 4:
+        raise ValueError(f"{name}: got shape {tuple(t.shape)}, expected 4 dimensions (batch, length, heads, head dim)")
+    return t.transpose(1, 2)
+
+
+def _simple(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, dropout_p: float, enable_gqa: bool
+) -> bool:
+    """Whether lazymax's operator takes the call as torch means it; everything else is torch's to compute or refuse."""
+    if mask is not None or dropout_p or not (q.dim() == k.dim() == v.dim() == 4):
+        return False
+    if q.is_nested or k.is_nested or v.is_nested or not q.device == k.device == v.device:
+        return False
+    if q.shape[0] != k.shape[0] or q.shape[0] != v.shape[0] or k.shape[1:3] != v.shape[1:3] or q.shape[3] != k.shape[3]:
+        return False
+    if q.shape[1] != k.shape[1] and (not enable_gqa or k.shape[1] == 0 or q.shape[1] % k.shape[1]):
+        return False
+    if torch.is_autocast_enabled(q.device.type):
+        return all(t.dtype in _KERNEL_DTYPES for t in (q, k, v))
+    return q.dtype == k.dtype == v.dtype and q.dtype in _KERNEL_DTYPES

@@ -1,0 +1,92 @@
+"""Backends: one folder per GPU family, and the folder name is the registry.
+
+`backends/<name>/tiles.py` holds a `BACKEND`: which archs it is for, at which level it was proved, and its table of
+tiles. To add a GPU, add a folder (docs/adding-an-arch.md). Rows are tried from the top, the first that fits wins, and
+the last row has no condition.
+"""
+
+import functools
+import importlib
+import pkgutil
+import warnings
+from dataclasses import dataclass, field
+
+from ..arch import Arch
+from ..problem import Problem
+
+HALF = ("float16", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class When:
+    """The condition of a row; None is no condition."""
+
+    max_head_dim: int | None = None  # of the larger of D and D_v, in elements
+    dtypes: tuple[str, ...] | None = None
+    causal: bool | None = None  # the band has a right bound
+    min_programs: float | None = None  # programs of this row's size per multiprocessor
+
+    def refusal(self, problem: Problem, arch: Arch, block_m: int) -> str | None:
+        """Why the problem does not meet the condition, or None."""
+        head_dim = max(problem.head_dim, problem.v_head_dim)
+        if self.max_head_dim is not None and head_dim > self.max_head_dim:
+            return f"for head dims to {self.max_head_dim}, got {head_dim}"
+        if self.dtypes is not None and problem.dtype not in self.dtypes:
+            return f"for {' and '.join(self.dtypes)}, got {problem.dtype}"
+        if self.causal is not None and self.causal != (problem.last_offset is not None):
+            return "for causal problems" if self.causal else "for problems without a right bound"
+        programs = -(-problem.q_len // block_m) * problem.batch * problem.q_heads
+        if self.min_programs is not None and programs < self.min_programs * arch.multiprocessors:
+            return f"for {self.min_programs:g} programs per multiprocessor and more, got {programs} in all"
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """One row of a tile table: how the portable kernel is built, and where the numbers come from."""
+
+    block_m: int  # query rows of a program
+    block_n: int  # keys of a block
+    num_warps: int
+    num_stages: int
+    descriptors: bool = False  # k and v through tensor descriptors (TMA)
+    rescale: str = "select"  # form of the lazy rescale: "select" or "branch", see kernels/softmax.py
+    when: When = field(default_factory=When)
+    tuned: bool = False  # chosen by measurement or search on this GPU: may not spill
+    reason: str  # why these numbers
+    provenance: str  # device, date and Triton version of the measurement, or "compiled only, not run"
+
+    @property
+    def name(self) -> str:
+        loads = "tma" if self.descriptors else "ptr"
+        return f"{self.block_m}x{self.block_n}-w{self.num_warps}-s{self.num_stages}-{loads}-{self.rescale}"
+
+    def refusal(self, problem: Problem, arch: Arch) -> str | None:
+        """Why this row cannot take the problem on this GPU, or None."""
+        if self.descriptors and not arch.descriptors:
+            return f"needs tensor descriptors, {arch.id} has none"
+        if self.descriptors and problem.descriptor_refusal:
+            return f"needs tensor descriptors: {problem.descriptor_refusal}"
+        return self.when.refusal(problem, arch, self.block_m)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backend:
+    """A GPU family's table. `archs` empty: any GPU. `level`: the strongest proof so far, shown by `explain`."""
+
+    archs: tuple[str, ...]
+    level: str  # "run on H200", "emulated, not run on hardware", "compiled only, not run"
+    forward: tuple[Tile, ...]
+
+
+@functools.cache
+def registry() -> dict[str, Backend]:
+    """All backends by folder name, `portable` last. A broken folder is left out with one warning: its GPU then runs on
+    the portable rows instead of not at all."""
+    found: dict[str, Backend] = {}
+    for module in sorted(pkgutil.iter_modules(__path__), key=lambda m: (m.name == "portable", m.name)):
+        try:
+            found[module.name] = importlib.import_module(f"{__name__}.{module.name}.tiles").BACKEND
+        except Exception as error:
+            warnings.warn(f"lazymax: backend {module.name} left out: {type(error).__name__}: {error}", stacklevel=2)
+    return found

@@ -1,0 +1,26 @@
+"""Rows for any GPU that Triton compiles for: small enough for 48 KB of shared memory and 256 registers a thread."""
+
+from .. import HALF, Backend, Tile, When
+
+BACKEND = Backend(
+    archs=(),
+    level="run on H200 and in Triton's interpreter",
+    forward=(
+        Tile(
+            block_m=64, block_n=32, num_warps=4, num_stages=2, when=When(max_head_dim=64, dtypes=HALF),
+            reason="any GPU, half precision, small heads", provenance="untuned default",
+        ),
+        Tile(
+            block_m=64, block_n=32, num_warps=4, num_stages=1, when=When(max_head_dim=128, dtypes=HALF),
+            reason="any GPU, half precision", provenance="untuned default",
+        ),
+        Tile(
+            block_m=32, block_n=32, num_warps=4, num_stages=1, when=When(dtypes=HALF),
+            reason="any GPU, half precision, large heads", provenance="untuned default",
+        ),
+        Tile(
+            block_m=32, block_n=16, num_warps=4, num_stages=1,
+            reason="any GPU, fp32: full-precision products run on the vector unit", provenance="untuned default",
+        ),
+    ),
+)  # fmt: skip

@@ -1,0 +1,207 @@
+"""Compile a tile row for a GPU that is not there, and read what came out: the second rung of the proof ladder.
+
+The arguments come from the same `ForwardLaunch` that launches on a device, on meta tensors, so what is compiled here is
+what would run there. Nothing is executed.
+"""
+
+import contextlib
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from .arch import Arch
+from .backends import Backend, Tile, registry
+from .dispatch import Plan, plan, select_tile
+from .kernels.forward import attention_forward
+from .kernels.launch import ForwardLaunch
+from .problem import Problem
+
+# Mnemonic of the matrix instruction per unit, as it stands in PTX or AMD assembly.
+MATRIX_INSTRUCTIONS = {
+    "mma": r"mma\.sync", "wgmma": r"wgmma\.mma_async", "tcgen05": r"tcgen05\.mma", "wmma": r"v_wmma", "mfma": r"v_mfma",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One compiled row. `spills`: bytes of stack per thread (NVIDIA) or spilled vector registers (AMD)."""
+
+    arch: str
+    backend: str
+    row: str
+    problem: str
+    tuned: bool
+    triton: str
+    instruction: str  # matrix instruction of the target
+    in_loop: int  # how often it stands in the hot loop: the innermost loop that has most of them
+    in_all: int
+    registers: int
+    spills: int
+    shared: int  # bytes
+    seconds: float
+    error: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """It compiled, and a row called tuned does not spill."""
+        return self.error is None and not (self.tuned and self.spills)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"ok": self.ok}
+
+
+class _AbsentGpu:
+    """What Triton asks of a driver while it only compiles."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+
+@contextlib.contextmanager
+def compiling_for(arch: Arch) -> Iterator[None]:
+    """Inside, Triton compiles for `arch`, from scratch (no disk cache, so that times are compile times)."""
+    backend, name, warp_size = arch.target
+    attention_forward.device_caches.clear()
+    previous = driver._active  # `driver.active` would look for a GPU
+    driver.set_active(_AbsentGpu(GPUTarget(backend, name, warp_size)))
+    try:
+        with triton.knobs.compilation.scope():
+            triton.knobs.compilation.always_compile = True
+            yield
+    finally:
+        attention_forward.device_caches.clear()
+        driver.set_active(previous)
+
+
+def meta_tensors(problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k, v of the problem's shapes, contiguous, without data."""
+    p, dtype = problem, getattr(torch, problem.dtype)
+    q = torch.empty(p.batch, p.q_heads, p.q_len, p.head_dim, dtype=dtype, device="meta")
+    k = torch.empty(p.batch, p.kv_heads, p.kv_len, p.head_dim, dtype=dtype, device="meta")
+    return q, k, torch.empty(*k.shape[:3], p.v_head_dim, dtype=dtype, device="meta")
+
+
+def compile_plan(problem: Problem, plan: Plan, arch: Arch) -> Any:
+    """Compile what `plan` would launch; Triton's CompiledKernel (`.asm`, `.metadata`). Not on a thread."""
+    q, k, v = meta_tensors(problem)
+    out = torch.empty(*q.shape[:3], problem.v_head_dim, dtype=q.dtype, device="meta")
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device="meta")
+    launch = ForwardLaunch.prepare(problem, plan, arch)
+    with compiling_for(arch):
+        return attention_forward.warmup(*launch.arguments(q, k, v, out, lse), grid=(1,), **launch.options)
+
+
+def loop_counts(assembly: str, pattern: str) -> tuple[int, int]:
+    """(matches in the innermost loop that has most of them, matches in all), in PTX or AMD assembly. A loop is the
+    stretch from a label to a branch back to it; innermost if no other loop lies inside."""
+    lines = [line for line in assembly.splitlines() if not line.lstrip().startswith(("//", ";"))]
+    labels = {m.group(1): i for i, line in enumerate(lines) if (m := re.match(r"\s*([$.\w]+):", line))}
+    loops = []
+    for i, line in enumerate(lines):
+        branch = re.search(r"\b(?:bra(?:\.uni)?|s_c?branch\w*)\s+([$.\w]+)", line)
+        if branch and labels.get(branch.group(1), i + 1) <= i:
+            loops.append((labels[branch.group(1)], i))
+    inner = [(a, b) for a, b in loops if not any((c, d) != (a, b) and a <= c and d <= b for c, d in loops)]
+    hits = [bool(re.search(pattern, line)) for line in lines]
+    return max((sum(hits[a : b + 1]) for a, b in inner), default=0), sum(hits)
+
+
+def _nvidia_resources(kernel: Any) -> tuple[int, int]:
+    """(registers, bytes of stack) per thread, from the binary."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(kernel.asm["cubin"])
+        tool = triton.knobs.nvidia.cuobjdump.path
+        text = subprocess.run(
+            [tool, "--dump-resource-usage", str(path)], capture_output=True, text=True, check=True
+        ).stdout
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", text).groups()  # type: ignore[union-attr]
+    return int(registers), int(stack)
+
+
+def _amd_resources(kernel: Any) -> tuple[int, int]:
+    """(vector registers, spilled vector registers), from the assembly's metadata."""
+    text = kernel.asm["amdgcn"]
+
+    def value(name: str) -> int:
+        return int(re.search(rf"\.{name}:\s+(\d+)", text).group(1))  # type: ignore[union-attr]
+
+    return value("vgpr_count"), value("vgpr_spill_count")
+
+
+def report(problem: Problem, chosen: Plan, arch: Arch) -> Report:
+    """Compile one plan and measure it; a failure to compile is a report with `error`."""
+    assert chosen.tile is not None
+    band = "window" if problem.first_offset is not None else "causal" if problem.last_offset is not None else "full"
+    what = f"{problem.dtype} D={problem.head_dim} {band}"
+    head = (arch.id, chosen.backend, chosen.tile.name, what, chosen.tile.tuned, triton.__version__)
+    pattern = MATRIX_INSTRUCTIONS.get(arch.matrix_unit, r"\bfma")
+    instruction = pattern.replace("\\", "")
+    start = time.perf_counter()
+    try:
+        kernel = compile_plan(problem, chosen, arch)
+    except Exception as failure:
+        message = f"{type(failure).__name__}: {str(failure).strip().splitlines()[-1] if str(failure) else ''}"
+        return Report(*head, instruction, 0, 0, 0, 0, 0, time.perf_counter() - start, message)
+    seconds = time.perf_counter() - start
+    nvidia = arch.vendor == "nvidia"
+    in_loop, in_all = loop_counts(kernel.asm["ptx" if nvidia else "amdgcn"], pattern)
+    registers, spills = _nvidia_resources(kernel) if nvidia else _amd_resources(kernel)
+    shared = kernel.metadata.shared
+    too_much = f"{shared} bytes of shared memory, {arch.id} has {arch.shared_memory}"
+    error = None if shared <= arch.shared_memory else too_much
+    return Report(*head, instruction, in_loop, in_all, registers, spills, shared, seconds, error)
+
+
+HEAD_DIMS = (64, 128, 256)
+BANDS: tuple[dict[str, Any], ...] = ({}, {"causal": "top_left"}, {"causal": "top_left", "window": (512, None)})
+
+
+def problems(dtypes: tuple[str, ...], head_dims: tuple[int, ...] = HEAD_DIMS) -> Iterator[Problem]:
+    """Problems that together select every row of a table: large and small, every band, each dtype and head dim."""
+    for dtype in dtypes:
+        for head_dim in head_dims:
+            for rules in BANDS:
+                for batch, heads, length in ((4, 32, 4096), (1, 2, 256)):
+                    shape = (batch, heads, heads, length, length, head_dim)
+                    yield Problem.from_shape(shape, dtype, return_lse=True, **rules)
+
+
+def rows(arch: Arch, backend: Backend, dtypes: tuple[str, ...]) -> dict[tuple[Tile, str, int, bool, bool], Problem]:
+    """For every row of the table, one problem per dtype, head dim and band that selects it."""
+    found: dict[tuple[Tile, str, int, bool, bool], Problem] = {}
+    for problem in problems(dtypes):
+        tile, _ = select_tile(backend, problem, arch)
+        if tile is not None:
+            band = (problem.first_offset is not None, problem.last_offset is not None)
+            found.setdefault((tile, problem.dtype, problem.head_dim, *band), problem)
+    return found
+
+
+def compile_arch(arch: Arch, dtypes: tuple[str, ...] = ("bf16", "fp32")) -> Iterator[Report]:
+    """Every row of the backend that `arch` would use, compiled for it."""
+    name, backend = next(
+        (item for item in registry().items() if not item[1].archs or arch.id in item[1].archs), ("portable", None)
+    )
+    assert backend is not None
+    for problem in rows(arch, backend, dtypes).values():
+        yield report(problem, plan(problem, arch, name), arch)

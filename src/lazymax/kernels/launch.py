@@ -1,0 +1,116 @@
+"""From a problem and a tile row to the arguments of the portable kernel, for a launch or a compile without a GPU."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .. import compat
+from ..arch import Arch
+from ..dispatch import Plan
+from ..problem import Problem
+from .forward import Config, attention_forward
+from .memory import View
+
+LOG2E = 1.4426950408889634
+
+
+def block_width(dim: int) -> int:
+    """Columns of a tile that holds `dim` columns: tensor shapes are powers of two, products take 16 at least."""
+    return max(16, triton.next_power_of_2(dim))
+
+
+def view(t: torch.Tensor) -> View:
+    """Strides of dimensions of size 1 are free; 0 keeps them from making another build of the kernel."""
+    strides = (stride if size > 1 else 0 for size, stride in zip(t.shape[:3], t.stride()[:3], strict=True))
+    return View(t, *strides)
+
+
+def describe(t: torch.Tensor, rows: int, cols: int) -> TensorDescriptor:
+    """Descriptor whose blocks are `rows` x `cols` of one head. Dimensions of size 1 get a stride that the hardware
+    accepts (it is never used)."""
+    strides = [s if n > 1 else 16 for n, s in zip(t.shape[:3], t.stride()[:3], strict=True)]
+    return TensorDescriptor(t, list(t.shape), [*strides, 1], [1, 1, rows, cols])
+
+
+def head_section(problem: Problem, arch: Arch) -> int:
+    """Heads that run side by side. Without a right bound, one group of query heads: their tiles cost the same, and
+    share K and V. With one, as many groups as keep their K and V in half of L2: the longest tiles of all of them
+    start first, which evens out the end."""
+    if problem.last_offset is None:
+        return problem.group
+    itemsize = 4 if problem.dtype == "float32" else 2
+    head_bytes = problem.kv_len * (problem.head_dim + problem.v_head_dim) * itemsize
+    groups = max(1, arch.l2 // 2 // max(1, head_bytes))
+    return min(groups * problem.group, problem.batch * problem.q_heads)
+
+
+@dataclass(slots=True)
+class ForwardLaunch:
+    """The portable kernel, ready for every call with the same problem; made once, called often."""
+
+    grid: tuple[int]
+    config: Config
+    scalars: tuple[Any, ...]
+    options: dict[str, Any]
+    descriptors: bool
+
+    @classmethod
+    def prepare(cls, problem: Problem, plan: Plan, arch: Arch) -> "ForwardLaunch":
+        tile = plan.tile
+        assert tile is not None
+        first, last = problem.first_offset, problem.last_offset
+        block_d, block_dv = block_width(problem.head_dim), block_width(problem.v_head_dim)
+        config = Config(
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            BLOCK_D=block_d,
+            BLOCK_DV=block_dv,
+            D=problem.head_dim,
+            D_V=problem.v_head_dim,
+            HAS_FIRST=first is not None,
+            HAS_LAST=last is not None,
+            DESCRIPTOR=tile.descriptors,
+            BRANCH=plan.rescale == "branch",
+            PRECISION=problem.fp32_precision,
+            UPCAST=compat.interpreter_needs_upcast(problem.dtype),
+            WIDE=problem.wide,
+            STORE_LSE=problem.return_lse,
+        )
+        heads = problem.batch * problem.q_heads
+        return cls(
+            grid=(triton.cdiv(problem.q_len, tile.block_m) * heads,),
+            config=Config(*map(tl.constexpr, config)),
+            scalars=(
+                problem.scale * LOG2E,
+                problem.rescale_threshold,
+                heads,
+                problem.q_heads,
+                problem.group,
+                problem.q_len,
+                problem.kv_len,
+                first or 0,
+                last or 0,
+                head_section(problem, arch),
+            ),
+            # Fused multiply-adds are refused: s * scale - max in one rounding can be positive for the maximum itself.
+            options=dict(num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=False),
+            descriptors=tile.descriptors,
+        )
+
+    def arguments(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+    ) -> tuple[Any, ...]:
+        """Positional arguments of `attention_forward`."""
+        k_tiles = v_tiles = None
+        if self.descriptors:
+            rows = self.config.BLOCK_N.value
+            k_tiles = describe(k, rows, self.config.BLOCK_D.value)
+            v_tiles = describe(v, rows, self.config.BLOCK_DV.value)
+        return (view(q), view(k), view(v), view(out), lse, k_tiles, v_tiles, *self.scalars, self.config)
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+        attention_forward[self.grid](*self.arguments(q, k, v, out, lse), **self.options)

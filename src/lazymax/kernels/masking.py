@@ -1,0 +1,16 @@
+"""Which keys a query may see: one predicate, whose torch twin is `lazymax.reference.keep`."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def keep(rows, cols, kv_len, first_offset, last_offset, HAS_FIRST: tl.constexpr, HAS_LAST: tl.constexpr):
+    """Boolean (rows, cols) tile: key `j` of query `i` counts when `j < kv_len` and
+    `i + first_offset <= j <= i + last_offset` (each bound only if the problem has it)."""
+    inside = (cols < kv_len)[None, :] & (rows == rows)[:, None]
+    if HAS_FIRST:
+        inside = inside & (cols[None, :] >= rows[:, None] + first_offset)
+    if HAS_LAST:
+        inside = inside & (cols[None, :] <= rows[:, None] + last_offset)
+    return inside

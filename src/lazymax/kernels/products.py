@@ -1,0 +1,47 @@
+"""The two matrix products: S = Q K^T and O += P V, accumulated in fp32."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def dot(a, b, acc, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+    """acc + a @ b (acc may be None). PRECISION: "ieee" or "tf32", for fp32 operands. UPCAST: multiply as fp32, which
+    changes no value of a 16-bit operand; for Triton's interpreter, see `compat.interpreter_needs_upcast`."""
+    if UPCAST:
+        product = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    else:
+        product = tl.dot(a, b, acc, input_precision=PRECISION)
+    return product
+
+
+@triton.jit
+def narrow(x, dtype: tl.constexpr, UPCAST: tl.constexpr):
+    """fp32 -> dtype, to nearest even. UPCAST: Triton's interpreter drops the low half of a bf16 instead of rounding
+    (3.6 to 3.9), so the rounding is done on the bits before."""
+    if UPCAST:
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+        x = tl.where(x - x == 0.0, rounded, x)  # NaN and inf stay what they are
+    return x.to(dtype)
+
+
+@triton.jit
+def guarded_pv(p, v, acc, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+    """acc + p @ v in which a key of weight 0 adds nothing, even where its value is NaN or inf.
+
+    The finite values go through the dot as ever. The others enter as three counts in one more dot, kept apart by
+    factors of 2**8 (a block has at most 128 keys, so each count stays below 2**8 and every sum is exact).
+    """
+    v32 = v.to(tl.float32)
+    finite = v32 * 0.0 == 0.0
+    acc = dot(p, tl.where(finite, v32, 0.0).to(v.dtype), acc, PRECISION, UPCAST)
+    kind = tl.where(v32 == float("inf"), 0.00390625, tl.where(v32 == float("-inf"), 1.0, 256.0))
+    weight = tl.where(p.to(tl.float32) > 0.0, 1.0, 0.0).to(v.dtype)
+    counts = dot(weight, tl.where(finite, 0.0, kind).to(v.dtype), None, PRECISION, UPCAST)
+    nans = tl.floor(counts * 0.00390625)
+    negative = tl.floor(counts - nans * 256.0)
+    positive = counts - nans * 256.0 - negative
+    acc += tl.where(positive > 0.0, float("inf"), 0.0)
+    acc += tl.where(negative > 0.0, float("-inf"), 0.0)
+    return acc + tl.where(nans > 0.0, float("nan"), 0.0)

@@ -1,0 +1,300 @@
+"""Problem: everything about one attention call that dispatch may look at. Every user error is raised here."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+ALIGNMENTS = ("top_left", "bottom_right")
+
+
+def parse_causal(causal: str | bool | None) -> str | None:
+    """The `causal` argument of `attention()`: None or False for no causal rule, else an alignment by name."""
+    if causal is None or causal is False:
+        return None
+    if causal is True:
+        raise ValueError(
+            "causal: got True, expected 'top_left' (PyTorch: query i sees keys 0..i) or 'bottom_right' (flash-attn: "
+            "the last query sees all keys); they differ when q and k have different lengths"
+        )
+    if causal not in ALIGNMENTS:
+        raise ValueError(f"causal: got {causal!r}, expected None, 'top_left' or 'bottom_right'")
+    return causal
+
+
+def parse_window(window: tuple[int | None, int | None] | None) -> tuple[int | None, int | None]:
+    """The `window` argument: (left, right), both edges inclusive, None or -1 for open."""
+    if window is None:
+        return None, None
+    if not isinstance(window, tuple | list) or len(window) != 2:
+        raise ValueError(f"window: got {window!r}, expected a pair (left, right) of key counts, None or -1 for open")
+    for side in window:
+        if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
+            raise TypeError(f"window: got {window!r}, expected integers or None")
+        if side is not None and side < -1:
+            raise ValueError(f"window: got {window!r}; only None or -1 means open, other negative sizes mean nothing")
+    left, right = (None if side == -1 else side for side in window)
+    return left, right
+
+
+def align_of(causal: str | None, window_align: str | None) -> str:
+    """Where the diagonal lies: as `causal` says, else as `window_align` says, else top left."""
+    if window_align not in (None, *ALIGNMENTS):
+        raise ValueError(f"window_align: got {window_align!r}, expected None, 'top_left' or 'bottom_right'")
+    if causal and window_align and causal != window_align:
+        raise ValueError(f"window_align: got {window_align!r} beside causal={causal!r}; they must agree")
+    return causal or window_align or "top_left"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One attention call, without its data. Lengths and dims in elements; `dtype` as torch spells it ("bfloat16")."""
+
+    batch: int
+    q_heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+    v_head_dim: int
+    dtype: str
+    causal: bool = False
+    window: tuple[int | None, int | None] = (None, None)
+    align: str = "top_left"  # where the diagonal of `causal` and `window` lies when q_len != kv_len
+    scale: float = 1.0
+    rescale_threshold: float = 8.0
+    return_lse: bool = False
+    requires_grad: bool = False
+    mask: str | None = None  # dtype of a dense mask
+    dropout_p: float = 0.0
+    fp32_precision: str = "ieee"  # of fp32 products; torch's own setting decides, see `fp32_precision()`
+    copied: tuple[str, ...] = ()  # inputs whose head dimension is not contiguous
+    wide: bool = False  # a row stride needs 64-bit offsets inside one tile
+    descriptor_refusal: str | None = None  # why k and v cannot be read through tensor descriptors
+
+    @property
+    def group(self) -> int:
+        """Query heads per key head."""
+        return self.q_heads // self.kv_heads
+
+    @property
+    def first_offset(self) -> int | None:
+        """Query i sees no key before `i + first_offset`; None: no left bound."""
+        if self.window[0] is None:
+            return None
+        return self._clamp(self._shift - self.window[0])
+
+    @property
+    def last_offset(self) -> int | None:
+        """Query i sees no key after `i + last_offset`; None: no right bound."""
+        right = 0 if self.causal else self.window[1]
+        return None if right is None else self._clamp(self._shift + right)
+
+    @property
+    def _shift(self) -> int:
+        return self.kv_len - self.q_len if self.align == "bottom_right" else 0
+
+    def _clamp(self, offset: int) -> int:
+        """Beyond the lengths every offset means the same; this keeps the kernel's 32-bit sums in range."""
+        return max(-self.q_len, min(self.kv_len, offset))
+
+    @property
+    def flops(self) -> float:
+        """Of the two products, counting visible keys only: 4 * D for every visible (query, key) pair if D_v == D."""
+        return 2.0 * self.batch * self.q_heads * self.visible_pairs * (self.head_dim + self.v_head_dim)
+
+    @property
+    def visible_pairs(self) -> int:
+        """(query, key) pairs of one head inside the band."""
+        first, last = self.first_offset, self.last_offset
+        return _below(self.q_len, self.kv_len, last) - (
+            0
+            if first is None
+            else _below(self.q_len, self.kv_len, min(first - 1, self.kv_len if last is None else last))
+        )
+
+    @classmethod
+    def from_tensors(
+        cls,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        causal: bool = False,
+        window: tuple[int | None, int | None] = (None, None),
+        align: str = "top_left",
+        scale: float | None = None,
+        rescale_threshold: float | None = None,
+        return_lse: bool = False,
+        mask: str | None = None,
+        dropout_p: float = 0.0,
+    ) -> "Problem":
+        """Check the tensors (see `check_tensors`) and keep what dispatch needs of them."""
+        check_tensors(q, k, v)
+        named = {"q": q, "k": k, "v": v}
+        return cls(
+            batch=q.shape[0],
+            q_heads=q.shape[1],
+            kv_heads=k.shape[1],
+            q_len=q.shape[2],
+            kv_len=k.shape[2],
+            head_dim=q.shape[3],
+            v_head_dim=v.shape[3],
+            dtype=str(q.dtype).removeprefix("torch."),
+            causal=causal,
+            window=window,
+            align=align,
+            scale=default_scale(q.shape[3]) if scale is None else float(scale),
+            rescale_threshold=default_threshold(rescale_threshold),
+            return_lse=return_lse,
+            requires_grad=torch.is_grad_enabled() and any(t.requires_grad for t in named.values()),
+            mask=mask,
+            dropout_p=dropout_p,
+            fp32_precision=fp32_precision() if q.dtype == torch.float32 else "ieee",
+            copied=tuple(name for name, t in named.items() if not _last_contiguous(t)),
+            wide=any(_last_contiguous(t) and t.shape[2] > 1 and t.stride(2) >= 2**23 for t in named.values()),
+            descriptor_refusal=_descriptor_refusal("k", k) or _descriptor_refusal("v", v),
+        )
+
+    @classmethod
+    def from_call(
+        cls,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        causal: str | None = None,
+        window: tuple[int | None, int | None] | None = None,
+        window_align: str | None = None,
+        **rules: Any,
+    ) -> "Problem":
+        """From the arguments of `attention()`, bhsd."""
+        causal = parse_causal(causal)
+        return cls.from_tensors(
+            q,
+            k,
+            v,
+            causal=causal is not None,
+            window=parse_window(window),
+            align=align_of(causal, window_align),
+            **rules,
+        )
+
+    @classmethod
+    def from_shape(cls, shape: Sequence[int], dtype: torch.dtype | str, **rules: Any) -> "Problem":
+        """From (B, Hq, Hkv, Sq, Sk, D[, D_v]) and a dtype, as if contiguous; other arguments as in `from_call`."""
+        if len(shape) not in (6, 7) or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in shape):
+            raise ValueError(f"shape: got {shape!r}, expected 6 or 7 sizes: B, Hq, Hkv, Sq, Sk, D[, D_v]")
+        batch, q_heads, kv_heads, q_len, kv_len, head_dim = shape[:6]
+        kind = parse_dtype(dtype)
+        sizes = ((q_heads, q_len, head_dim), (kv_heads, kv_len, head_dim), (kv_heads, kv_len, shape[-1]))
+        q, k, v = (torch.empty(batch, *size, dtype=kind, device="meta") for size in sizes)
+        return cls.from_call(q, k, v, **rules)
+
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """A torch dtype, its name, or fp16, bf16, fp32, fp64."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    found = DTYPES.get(dtype, getattr(torch, dtype, None))
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"dtype: got {dtype!r}, expected one of {', '.join(DTYPES)} or a torch dtype")
+    return found
+
+
+def _below(q_len: int, kv_len: int, offset: int | None) -> int:
+    """Pairs (i, j) with 0 <= j <= i + offset, j < kv_len; all pairs if offset is None."""
+    if offset is None:
+        return q_len * kv_len
+    lowest, highest = max(0, -offset), min(q_len, kv_len - 1 - offset)  # queries with 1..kv_len visible keys, exclusive
+    ramp = max(0, highest - lowest)
+    full = q_len - max(lowest, min(q_len, max(0, highest)))
+    first = lowest + offset + 1
+    return ramp * first + ramp * (ramp - 1) // 2 + full * kv_len
+
+
+def default_scale(head_dim: int) -> float:
+    return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
+
+
+def default_threshold(threshold: float | None) -> float:
+    """Log2 units. 8: probabilities up to 2**8 are exact in any 16-bit P (and in fp32)."""
+    if threshold is None:
+        return 8.0
+    if not 0.0 <= threshold <= 8.0:
+        raise ValueError(
+            f"rescale_threshold: got {threshold}, expected 0 (exact running maximum) to 8 (log2 units; beyond, a "
+            "16-bit probability could overflow)"
+        )
+    return float(threshold)
+
+
+def fp32_precision() -> str:
+    """ "tf32" if the user allowed it for matrix products (torch.backends.cuda.matmul), else "ieee"."""
+    precision = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
+    if precision in (None, "none"):
+        return "tf32" if torch.get_float32_matmul_precision() != "highest" else "ieee"
+    return "tf32" if precision == "tf32" else "ieee"
+
+
+def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raise TypeError, ValueError or NotImplementedError unless q (B, Hq, Sq, D), k (B, Hkv, Sk, D) and
+    v (B, Hkv, Sk, D_v) go together. Compares dimensions with each other only, never with a constant length, so that
+    tracing it makes no guard per length."""
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"{name}: got {type(t).__name__}, expected a torch.Tensor")
+        if t.dim() != 4:
+            raise ValueError(
+                f"{name}: got shape {tuple(t.shape)}, expected 4 dimensions (batch, heads, length, head dim)"
+            )
+        if not t.is_floating_point():
+            raise TypeError(f"{name}: got dtype {t.dtype}, expected float16, bfloat16, float32 or float64")
+        if t.layout != torch.strided:
+            raise NotImplementedError(f"{name}: got layout {t.layout}, expected a dense (strided) tensor")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(
+            f"q, k, v: got dtypes {q.dtype}, {k.dtype}, {v.dtype}, expected one; cast them, or call "
+            "scaled_dot_product_attention under torch.autocast, which casts as torch does"
+        )
+    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise NotImplementedError(f"q, k, v: got dtype {q.dtype}, expected float16, bfloat16, float32 or float64")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k, v: got devices {q.device}, {k.device}, {v.device}, expected one")
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if q.shape[0] != k.shape[0] or q.shape[0] != v.shape[0]:
+        raise ValueError(f"q, k, v: got different batch sizes: {shapes}; expand k and v (stride 0 costs nothing)")
+    if k.shape[1] != v.shape[1]:
+        raise ValueError(f"k, v: got different head counts: {shapes}")
+    if k.shape[2] != v.shape[2]:
+        raise ValueError(f"k, v: got different lengths: {shapes}")
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(f"q, k: got different head dims: {shapes}")
+    if q.shape[1] != k.shape[1] and (k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0):
+        raise ValueError(
+            f"q, k: got {q.shape[1]} query heads over {k.shape[1]} key heads, expected a multiple: {shapes}"
+        )
+
+
+def _last_contiguous(t: torch.Tensor) -> bool:
+    return t.stride(3) == 1 or t.shape[3] <= 1
+
+
+def _descriptor_refusal(name: str, t: torch.Tensor) -> str | None:
+    """The rules of cuTensorMapEncodeTiled, as far as a caller can break them."""
+    if t.numel() == 0:
+        return f"{name} is empty"
+    if not _last_contiguous(t):
+        return None  # copied first
+    size = t.element_size()
+    if t.data_ptr() % 16 != 0:
+        return f"{name} starts at an address that is no multiple of 16 bytes"
+    for dim in range(3):
+        if t.shape[dim] > 1 and (t.stride(dim) * size % 16 != 0 or t.stride(dim) <= 0):
+            return f"{name} has stride {t.stride(dim)} in dimension {dim}, expected a positive multiple of {16 // size}"
+    return None

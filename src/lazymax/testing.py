@@ -1,0 +1,109 @@
+"""What checking an attention result takes: an error budget, input makers, poisoned outputs.
+
+Used by the tests, the benchmarks, `lazymax verify` and verification mode, and meant for users' own kernels too.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from . import reference
+from .problem import Problem
+
+# One unit in the last place of the largest element of a row; for fp32 room for exp2 and log2 of the GPU (2 ulp each).
+EPS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Result of a comparison with the float64 reference."""
+
+    ok: bool
+    error: float  # largest |x - x64|
+    allowed: float  # the budget at that element
+    worst: tuple[int, ...]  # its index
+    what: str = "out"
+
+    def __str__(self) -> str:
+        return f"{self.what}: error {self.error:.3g}, allowed {self.allowed:.3g}, worst at {self.worst}"
+
+
+def make_qkv(
+    batch: int,
+    q_heads: int,
+    kv_heads: int,
+    q_len: int,
+    kv_len: int,
+    head_dim: int,
+    v_head_dim: int | None = None,
+    *,
+    dtype: torch.dtype = torch.float16,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    layout: str = "bhsd",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Random normal q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, D_v). The numbers come from a CPU generator, so
+    every device sees the same ones. layout "bshd": the same shapes, stored as (B, S, H, D)."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(heads: int, length: int, dim: int) -> torch.Tensor:
+        t = torch.randn(batch, heads, length, dim, generator=generator).to(dtype).to(device)
+        return t.transpose(1, 2).contiguous().transpose(1, 2) if layout == "bshd" else t
+
+    v_dim = head_dim if v_head_dim is None else v_head_dim
+    return normal(q_heads, q_len, head_dim), normal(kv_heads, kv_len, head_dim), normal(kv_heads, kv_len, v_dim)
+
+
+def moat(t: torch.Tensor, *margin: int) -> torch.Tensor:
+    """The same values as a view into a larger buffer whose other cells are NaN: a read outside `t` shows.
+    margin: extra cells per dimension."""
+    sizes = [size + extra for size, extra in zip(t.shape, margin, strict=True)]
+    buffer = torch.full(sizes, float("nan"), dtype=t.dtype, device=t.device)
+    return buffer[tuple(slice(0, size) for size in t.shape)].copy_(t)
+
+
+def poisoned(*size: int, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    """An output buffer full of NaN: an element that a kernel forgot to write shows."""
+    return torch.full(size, float("nan"), dtype=dtype, device=device)
+
+
+def within_budget(
+    actual: torch.Tensor, exact: torch.Tensor, lowered: torch.Tensor, *, eps: float, what: str = "out"
+) -> Budget:
+    """Error budget: |actual - exact| <= 2 * |lowered - exact| + eps * |exact|, the two terms on the right taken as the
+    largest of their row (last dimension), plus 1e-6.
+
+    exact: float64. lowered: the same computation by torch in the precision that `actual` had, which says what error
+    that precision costs on these inputs. Non-finite values must be equal. Refuses to compare an object with itself.
+    """
+    if actual is exact or actual is lowered or actual.data_ptr() == exact.data_ptr() != 0:
+        raise ValueError("within_budget: got the same tensor twice, the comparison could not fail")
+    if actual.shape != exact.shape or lowered.shape != exact.shape:
+        raise ValueError(f"within_budget: got shapes {actual.shape}, {exact.shape}, {lowered.shape}, expected one")
+    if actual.numel() == 0:
+        return Budget(True, 0.0, 0.0, (), what)
+    x, x64, low = actual.double(), exact.double(), lowered.double()
+    same = (x == x64) | (x.isnan() & x64.isnan())
+    gap = torch.where(same, 0.0, (x - x64).abs()).nan_to_num(torch.inf, torch.inf)
+    cost = (low - x64).abs().nan_to_num(0.0, 0.0, 0.0)
+    size = x64.abs().nan_to_num(0.0, 0.0, 0.0)
+    if x64.dim() > 1:
+        cost, size = cost.amax(-1, keepdim=True), size.amax(-1, keepdim=True)
+    allowed = (2.0 * cost + eps * size + 1e-6).expand_as(gap)
+    worst = int((gap - allowed).argmax())
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), gap.shape))
+    return Budget(bool((gap <= allowed).all()), gap[index].item(), allowed[index].item(), index, what)
+
+
+def check_attention(
+    out: torch.Tensor, lse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem
+) -> list[Budget]:
+    """Compare an output (and its LSE, if given) with the float64 reference of the same problem, within the error
+    budget. The low-precision twin computes in float32, with P and the result rounded to the dtype of q."""
+    exact, exact_lse = reference.attention(q, k, v, problem)
+    low_dtype = reference.compute_dtype(q.dtype)
+    lowered, low_lse = reference.attention(q, k, v, problem, low_dtype, p_dtype=q.dtype)
+    budgets = [within_budget(out, exact, lowered.to(q.dtype), eps=EPS[q.dtype])]
+    if lse is not None:
+        budgets.append(within_budget(lse[..., None], exact_lse[..., None], low_lse[..., None], eps=2e-6, what="lse"))
+    return budgets
