@@ -105,7 +105,7 @@ def compile_plan(problem: Problem, plan: Plan, arch: Arch) -> Any:
     q, k, v = meta_tensors(problem)
     out = torch.empty(*q.shape[:3], problem.v_head_dim, dtype=q.dtype, device="meta")
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device="meta")
-    launch = ForwardLaunch.prepare(problem, plan, arch)
+    launch = ForwardLaunch.prepare(problem, plan)
     with compiling_for(arch):
         return attention_forward.warmup(*launch.arguments(q, k, v, out, lse), grid=(1,), **launch.options)
 

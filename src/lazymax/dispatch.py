@@ -171,7 +171,7 @@ class Explanation:
             t = plan.tile
             lines.append(
                 f"tile      {t.block_m} queries x {t.block_n} keys, {t.num_warps} warps, {t.num_stages} stages, "
-                f"k and v by {'descriptor' if t.descriptors else 'pointer'}, rescale by {plan.rescale}"
+                f"loads by {'descriptor' if t.descriptors else 'pointer'}, rescale by {plan.rescale}"
             )
             lines.append(f"          {'tuned' if t.tuned else 'not tuned'}: {t.provenance}")
         lines += [f"note      {note}" for note in plan.notes]

@@ -63,7 +63,7 @@ def _decide(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: tuple[Any,
     if chosen.route == "triton" and problem.kv_len:
         from .kernels.launch import ForwardLaunch
 
-        launch = ForwardLaunch.prepare(problem, chosen, arch)
+        launch = ForwardLaunch.prepare(problem, chosen)
     return problem, chosen, launch
 
 
@@ -83,7 +83,7 @@ def _forward(
     rules = (causal, window_left, window_right, align, scale, rescale_threshold, return_lse)
     key = (
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device,
-        v.device, (k.data_ptr() | v.data_ptr()) & 15, impl, compat.interpreting(), rules,
+        v.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15, impl, compat.interpreting(), rules,
         q.dtype == torch.float32 and torch.get_float32_matmul_precision(),
     )  # fmt: skip
     decided = _decided.get(key)

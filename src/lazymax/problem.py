@@ -72,7 +72,7 @@ class Problem:
     fp32_precision: str = "ieee"  # of fp32 products; torch's own setting decides, see `fp32_precision()`
     copied: tuple[str, ...] = ()  # inputs whose head dimension is not contiguous
     wide: bool = False  # a row stride needs 64-bit offsets inside one tile
-    descriptor_refusal: str | None = None  # why k and v cannot be read through tensor descriptors
+    descriptor_refusal: str | None = None  # why q, k and v cannot be read through tensor descriptors
 
     @property
     def group(self) -> int:
@@ -133,6 +133,8 @@ class Problem:
     ) -> "Problem":
         """Check the tensors (see `check_tensors`) and keep what dispatch needs of them."""
         check_tensors(q, k, v)
+        if scale is not None and not math.isfinite(scale):
+            raise ValueError(f"scale: got {scale}, expected a finite number")
         named = {"q": q, "k": k, "v": v}
         return cls(
             batch=q.shape[0],
@@ -155,7 +157,7 @@ class Problem:
             fp32_precision=fp32_precision() if q.dtype == torch.float32 else "ieee",
             copied=tuple(name for name, t in named.items() if not _last_contiguous(t)),
             wide=any(_last_contiguous(t) and t.shape[2] > 1 and t.stride(2) >= 2**23 for t in named.values()),
-            descriptor_refusal=_descriptor_refusal("k", k) or _descriptor_refusal("v", v),
+            descriptor_refusal=_descriptor_refusal("q", q) or _descriptor_refusal("k", k) or _descriptor_refusal("v", v),
         )
 
     @classmethod

@@ -49,7 +49,8 @@ class Tile:
     block_n: int  # keys of a block
     num_warps: int
     num_stages: int
-    descriptors: bool = False  # k and v through tensor descriptors (TMA)
+    max_registers: int | None = None  # per thread, so that more programs share a multiprocessor (NVIDIA only)
+    descriptors: bool = False  # q, k and v through tensor descriptors (TMA)
     rescale: str = "select"  # form of the lazy rescale: "select" or "branch", see kernels/softmax.py
     when: When = field(default_factory=When)
     tuned: bool = False  # chosen by measurement or search on this GPU: may not spill
@@ -59,7 +60,8 @@ class Tile:
     @property
     def name(self) -> str:
         loads = "tma" if self.descriptors else "ptr"
-        return f"{self.block_m}x{self.block_n}-w{self.num_warps}-s{self.num_stages}-{loads}-{self.rescale}"
+        registers = f"-r{self.max_registers}" if self.max_registers else ""
+        return f"{self.block_m}x{self.block_n}-w{self.num_warps}-s{self.num_stages}{registers}-{loads}-{self.rescale}"
 
     def refusal(self, problem: Problem, arch: Arch) -> str | None:
         """Why this row cannot take the problem on this GPU, or None."""

@@ -9,13 +9,13 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .. import compat
-from ..arch import Arch
 from ..dispatch import Plan
 from ..problem import Problem
 from .forward import Config, attention_forward
 from .memory import View
 
 LOG2E = 1.4426950408889634
+TINY_SCALE = 1e-38  # for a scale of 0: products of it with scores vanish, but -inf (masked) stays -inf
 
 
 def block_width(dim: int) -> int:
@@ -36,33 +36,25 @@ def describe(t: torch.Tensor, rows: int, cols: int) -> TensorDescriptor:
     return TensorDescriptor(t, list(t.shape), [*strides, 1], [1, 1, rows, cols])
 
 
-def head_section(problem: Problem, arch: Arch) -> int:
-    """Heads that run side by side. Without a right bound, one group of query heads: their tiles cost the same, and
-    share K and V. With one, as many groups as keep their K and V in half of L2: the longest tiles of all of them
-    start first, which evens out the end."""
-    if problem.last_offset is None:
-        return problem.group
-    itemsize = 4 if problem.dtype == "float32" else 2
-    head_bytes = problem.kv_len * (problem.head_dim + problem.v_head_dim) * itemsize
-    groups = max(1, arch.l2 // 2 // max(1, head_bytes))
-    return min(groups * problem.group, problem.batch * problem.q_heads)
-
-
 @dataclass(slots=True)
 class ForwardLaunch:
     """The portable kernel, ready for every call with the same problem; made once, called often."""
 
-    grid: tuple[int]
+    grid: tuple[int, int, int]
     config: Config
     scalars: tuple[Any, ...]
     options: dict[str, Any]
     descriptors: bool
 
     @classmethod
-    def prepare(cls, problem: Problem, plan: Plan, arch: Arch) -> "ForwardLaunch":
+    def prepare(cls, problem: Problem, plan: Plan) -> "ForwardLaunch":
         tile = plan.tile
         assert tile is not None
         first, last = problem.first_offset, problem.last_offset
+        # Triton's default for fusion flips in 3.10; softmax.exponent wants it.
+        options: dict[str, Any] = dict(num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True)
+        if tile.max_registers is not None:
+            options["maxnreg"] = tile.max_registers
         block_d, block_dv = block_width(problem.head_dim), block_width(problem.v_head_dim)
         config = Config(
             BLOCK_M=tile.block_m,
@@ -71,6 +63,7 @@ class ForwardLaunch:
             BLOCK_DV=block_dv,
             D=problem.head_dim,
             D_V=problem.v_head_dim,
+            GROUP=problem.group,
             HAS_FIRST=first is not None,
             HAS_LAST=last is not None,
             DESCRIPTOR=tile.descriptors,
@@ -78,26 +71,21 @@ class ForwardLaunch:
             PRECISION=problem.fp32_precision,
             UPCAST=compat.interpreter_needs_upcast(problem.dtype),
             WIDE=problem.wide,
+            NEGATE=problem.scale < 0,
             STORE_LSE=problem.return_lse,
         )
-        heads = problem.batch * problem.q_heads
         return cls(
-            grid=(triton.cdiv(problem.q_len, tile.block_m) * heads,),
+            grid=(problem.q_heads, triton.cdiv(problem.q_len, tile.block_m), problem.batch),
             config=Config(*map(tl.constexpr, config)),
             scalars=(
-                problem.scale * LOG2E,
+                max(abs(problem.scale) * LOG2E, TINY_SCALE),
                 problem.rescale_threshold,
-                heads,
-                problem.q_heads,
-                problem.group,
                 problem.q_len,
                 problem.kv_len,
                 first or 0,
                 last or 0,
-                head_section(problem, arch),
             ),
-            # Fused multiply-adds are refused: s * scale - max in one rounding can be positive for the maximum itself.
-            options=dict(num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=False),
+            options=options,
             descriptors=tile.descriptors,
         )
 
@@ -105,12 +93,13 @@ class ForwardLaunch:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
     ) -> tuple[Any, ...]:
         """Positional arguments of `attention_forward`."""
-        k_tiles = v_tiles = None
+        q_tiles = k_tiles = v_tiles = None
         if self.descriptors:
             rows = self.config.BLOCK_N.value
+            q_tiles = describe(q, self.config.BLOCK_M.value, self.config.BLOCK_D.value)
             k_tiles = describe(k, rows, self.config.BLOCK_D.value)
             v_tiles = describe(v, rows, self.config.BLOCK_DV.value)
-        return (view(q), view(k), view(v), view(out), lse, k_tiles, v_tiles, *self.scalars, self.config)
+        return (view(q), view(k), view(v), view(out), lse, q_tiles, k_tiles, v_tiles, *self.scalars, self.config)
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
         attention_forward[self.grid](*self.arguments(q, k, v, out, lse), **self.options)

@@ -1,4 +1,4 @@
-"""The online softmax, each piece once. Scores, maxima and sums are fp32 and in log2 units (`exp2` domain).
+"""The online softmax, each piece once. Scores and maxima are raw dot products in fp32, exponents are in log2 units.
 
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), for the running maximum and sum;
 Dao et al., FlashAttention (2022), for their use over key blocks; FlashAttention-4 for the lazy rescale: the maximum
@@ -9,48 +9,65 @@ import triton
 import triton.language as tl
 
 LN2 = tl.constexpr(0.6931471805599453)
+# A pivot before the first visible key: finite, so that no inf - inf arises, and below any score that fp32 products of
+# 16-bit inputs reach.
+NEVER = tl.constexpr(-3.0e38)
+FUSED_LIMIT = tl.constexpr(1048576.0)  # 2**20 log2 units, see `exponent`
 
 
 @triton.jit
-def fold_scale(s, scale_log2):
-    """Raw scores -> log2 units. The product is rounded here, before any maximum is taken, so `exp2` never sees a
-    positive argument by rounding alone (bf16 inputs near 1e5 gave inf - inf elsewhere), and a negative or zero
-    scale needs no case of its own."""
-    return s * scale_log2
+def exponent(s, pivot, scale_log2, EXACT: tl.constexpr):
+    """The exponent of a probability, log2 units: (s - pivot) * scale * log2(e). scale_log2 > 0.
+
+    Fused: one multiply-add per score. The product of score and scale is not rounded but the pivot's is, so the result is
+    off by up to half a unit in the last place of pivot * scale_log2: no more than fp32 scores of that size are off
+    themselves, but above 2**31 it overflows exp2 (bf16 inputs near 1e5 gave NaN elsewhere). `needs_exact` tells.
+    Exact: the difference first; never positive for the row's maximum, whatever its size.
+    """
+    if EXACT:
+        x = (s - pivot[:, None]) * scale_log2
+    else:
+        x = s * scale_log2 - (pivot * scale_log2)[:, None]
+    return x
 
 
 @triton.jit
-def step(s2, m, l, acc, threshold, BRANCH: tl.constexpr):
-    """Take one block of scores (log2 units, -inf where masked) into the running state.
+def needs_exact(m, scale_log2):
+    """Rows (0 or 1) whose scores are too large for the fused exponent. m: pivots."""
+    return ((m > NEVER) & (tl.abs(m * scale_log2) > FUSED_LIMIT)).to(tl.int32)
 
-    m: (rows,) pivot, -inf before the first visible key; l: (rows,) sum of the probabilities against m;
+
+@triton.jit
+def step(s, m, l, acc, scale_log2, threshold, BRANCH: tl.constexpr, EXACT: tl.constexpr):
+    """Take one block of raw scores (-inf where masked) into the running state.
+
+    m: (rows,) pivot, raw, NEVER before the first visible key; l: (rows,) sum of the probabilities against m;
     acc: (rows, D_v) weighted sum against m. threshold: log2 units; 0 keeps m at the exact running maximum.
     Returns p, m, l, acc with l already including p, acc rescaled but not yet including p @ v.
 
     BRANCH: skip the multiply of acc by a uniform branch when no row of the tile moved its pivot; otherwise multiply
     always, by exactly 1 in rows that kept theirs. Both give the same values.
     """
-    m_block = tl.maximum(m, tl.max(s2, 1))
-    m_new = tl.where(m_block - m > threshold, m_block, m)  # -inf - -inf is NaN, compares false: the pivot stays -inf
-    pivot = tl.where(m_new == float("-inf"), 0.0, m_new)  # finite, so that rows without a key stay at 0, not NaN
+    m_block = tl.maximum(m, tl.max(s, 1))
+    m_new = tl.where((m_block - m) * scale_log2 > threshold, m_block, m)
     if BRANCH:
         if tl.max((m_new != m).to(tl.int32), 0) > 0:
-            alpha = tl.exp2(m - pivot)
+            alpha = tl.exp2((m - m_new) * scale_log2)
             l = l * alpha
             acc = acc * alpha[:, None]
     else:
-        alpha = tl.exp2(m - pivot)
+        alpha = tl.exp2((m - m_new) * scale_log2)
         l = l * alpha
         acc = acc * alpha[:, None]
-    p = tl.exp2(s2 - pivot[:, None])
+    p = tl.exp2(exponent(s, m_new, scale_log2, EXACT))
     l += tl.sum(p, 1)
     return p, m_new, l, acc
 
 
 @triton.jit
-def finish(m, l, acc):
+def finish(m, l, acc, scale_log2):
     """Final state -> (out, LSE in natural log). A row that saw no key gives 0 and -inf. One reciprocal per row."""
     empty = l == 0.0
     inverse = 1.0 / tl.where(empty, 1.0, l)
-    lse = tl.where(empty, float("-inf"), (m + tl.log2(tl.where(empty, 1.0, l))) * LN2)
+    lse = tl.where(empty, float("-inf"), (m * scale_log2 + tl.log2(tl.where(empty, 1.0, l))) * LN2)
     return acc * inverse[:, None], lse

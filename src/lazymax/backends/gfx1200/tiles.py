@@ -1,0 +1,36 @@
+"""Rows for RDNA4 (gfx1200, gfx1201): wmma whose operands are not duplicated over the half-waves, 64 KB of LDS.
+
+Q, K and V take half the registers that they take on RDNA3, so blocks are twice as wide.
+"""
+
+from .. import HALF, Backend, Tile, When
+
+COMPILED = "compiled only, not run; 2026-11-29, Triton 3.6.0 and 3.9.0"
+
+# num_stages stays at 1: Triton's pipeliner is wrong above 2 on RDNA (triton#9815), and 2 costs registers.
+BACKEND = Backend(
+    archs=("gfx1200", "gfx1201"),
+    level="compiled only, not run",
+    forward=(
+        Tile(
+            block_m=64, block_n=64, num_warps=4, num_stages=1, when=When(max_head_dim=64, dtypes=HALF),
+            reason="168 registers, 8 KB of LDS: seven waves a SIMD", provenance=COMPILED,
+        ),
+        Tile(
+            block_m=128, block_n=32, num_warps=8, num_stages=1, when=When(max_head_dim=128, dtypes=HALF),
+            reason="214 registers where 64x32 on 4 warps takes 235; 64 keys spill", provenance=COMPILED,
+        ),
+        Tile(
+            block_m=128, block_n=16, num_warps=8, num_stages=1, when=When(dtypes=HALF),
+            reason="head dim 256", provenance=COMPILED,
+        ),
+        Tile(
+            block_m=32, block_n=16, num_warps=4, num_stages=1, when=When(max_head_dim=128),
+            reason="the same as gfx1100: fp32 runs on the vector unit, with as many registers", provenance=COMPILED,
+        ),
+        Tile(
+            block_m=16, block_n=16, num_warps=4, num_stages=1,
+            reason="the same as gfx1100: fp32 runs on the vector unit, with as many registers", provenance=COMPILED,
+        ),
+    ),
+)  # fmt: skip

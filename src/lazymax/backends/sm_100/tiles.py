@@ -1,0 +1,43 @@
+"""Rows for B200, GB200 (sm_100) and B300, GB300 (sm_103): tcgen05, TMA, 227 KB of shared memory."""
+
+from .. import HALF, Backend, Tile, When
+
+COMPILED = "compiled only, not run; 2026-11-29, Triton 3.6.0 and 3.9.0"
+
+# S and O lie in tensor memory, so the registers hold one block of P and what passes through them on the way. The
+# branch form of the rescale saves the round trip of O through registers; below Triton 3.9 it degrades to select.
+BACKEND = Backend(
+    archs=("sm_100", "sm_103"),
+    level="compiled only, not run",
+    forward=(
+        Tile(
+            block_m=128, block_n=128, num_warps=8, num_stages=3, descriptors=True, rescale="branch", tuned=True,
+            when=When(max_head_dim=64, dtypes=HALF),
+            reason="one M=128 instruction a product; three stages of K and V in 114 KB", provenance=COMPILED,
+        ),
+        Tile(
+            block_m=128, block_n=128, num_warps=8, num_stages=2, descriptors=True, rescale="branch", tuned=True,
+            when=When(max_head_dim=128, dtypes=HALF),
+            reason="260 instructions for 64 keys against 432 of 128x64; two stages in 162 KB", provenance=COMPILED,
+        ),
+        Tile(
+            block_m=128, block_n=64, num_warps=8, num_stages=2, descriptors=True, rescale="branch",
+            when=When(dtypes=HALF),
+            reason="head dim 256: two stages in 194 KB of 227; 128 keys would need 258 KB for K and V alone",
+            provenance=COMPILED,
+        ),
+        Tile(
+            block_m=64, block_n=32, num_warps=4, num_stages=1, when=When(dtypes=HALF),
+            reason="strides that no tensor descriptor can express: by pointers, the row of any GPU",
+            provenance=COMPILED,
+        ),
+        Tile(
+            block_m=32, block_n=16, num_warps=4, num_stages=1, when=When(max_head_dim=128),
+            reason="the same as sm_80: fp32 runs on the vector unit, with as many registers", provenance=COMPILED,
+        ),
+        Tile(
+            block_m=16, block_n=16, num_warps=4, num_stages=1,
+            reason="the same as sm_80: fp32 runs on the vector unit, with as many registers", provenance=COMPILED,
+        ),
+    ),
+)  # fmt: skip

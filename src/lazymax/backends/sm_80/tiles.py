@@ -1,0 +1,38 @@
+"""Rows for A100, A30 (sm_80) and Jetson Orin (sm_87): mma, 163 KB of shared memory, no TMA."""
+
+from .. import HALF, Backend, Tile, When
+
+COMPILED = "compiled only, not run; 2026-11-29, Triton 3.6.0 and 3.9.0"
+
+# block_m is at least the head dim where that fits: Triton spreads the warps of P V along the rows only then, and
+# otherwise passes P through shared memory with 9 barriers a block instead of 2.
+BACKEND = Backend(
+    archs=("sm_80", "sm_87"),
+    level="compiled only, not run",
+    forward=(
+        Tile(
+            block_m=64, block_n=64, num_warps=4, num_stages=3, when=When(max_head_dim=64, dtypes=HALF),
+            reason="16 rows a warp keep S, P and O in registers; three stages of K and V in 41 KB: two programs fit",
+            provenance=COMPILED,
+        ),
+        Tile(
+            block_m=128, block_n=64, num_warps=8, num_stages=2, when=When(max_head_dim=128, dtypes=HALF),
+            reason="16 rows a warp; 128x64 on 4 warps spills 392 bytes a thread, 64x64 needs 1.6x the instructions",
+            provenance=COMPILED,
+        ),
+        Tile(
+            block_m=64, block_n=64, num_warps=8, num_stages=2, when=When(dtypes=HALF),
+            reason="head dim 256 in 105 KB; 64x32 on 4 warps and 128x32 on 8 spill 368 and 504 bytes a thread",
+            provenance=COMPILED,
+        ),
+        Tile(
+            block_m=32, block_n=16, num_warps=4, num_stages=1, when=When(max_head_dim=128),
+            reason="fp32 products run on the vector unit, operands in registers: 32x32 already spills 144 bytes",
+            provenance=COMPILED,
+        ),
+        Tile(
+            block_m=16, block_n=16, num_warps=4, num_stages=1,
+            reason="fp32 at head dim 256: half the rows, for the registers of twice the columns", provenance=COMPILED,
+        ),
+    ),
+)  # fmt: skip

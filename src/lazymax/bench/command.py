@@ -1,0 +1,158 @@
+"""The `bench` command: options, the run, the files."""
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from .. import arch as arches
+from ..console import UsageError, add_rules, parse_band, parse_device, parse_dtypes, parse_shape, progress, say, usage
+from ..dispatch import plan
+from .cases import SUITES, Case, label
+from .check import OK
+from .clock import clock_for
+from .host import About, about
+from .measure import Overhead, Row, measure, overhead
+from .peers import LAZYMAX, PEERS, Make, candidates
+from .report import case_table, header, overhead_table, plot_fault, summary, to_json, write_csv, write_plot
+
+DEFAULT_PEERS = "sdpa-cudnn,sdpa-flash,sdpa-efficient"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--shape", action="append", default=[], metavar="B,Hq,Hkv,Sq,Sk,D[,Dv]", help="repeatable")
+    parser.add_argument("--suite", action="append", default=[], choices=SUITES, help="named shapes; repeatable")
+    parser.add_argument("--only", default="", metavar="TEXT", help="of the suites, the cases with this in their name")
+    parser.add_argument("--dtype", default="bf16", help="comma list; default: bf16")
+    add_rules(parser)
+    parser.add_argument(
+        "--against", default=DEFAULT_PEERS, metavar="PEERS",
+        help=f"comma list of {', '.join(PEERS)}; default: {DEFAULT_PEERS}",
+    )  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=5, help="rounds that count, after one that does not; default: 5")
+    parser.add_argument("--window-ms", type=float, default=100.0, help="time of one candidate in a round; default: 100")
+    parser.add_argument("--overhead", action="store_true", help="host time of an eager call instead; no shapes")
+    parser.add_argument("--device", help="cuda or cuda:N; cpu must be asked for, and only tests this tool")
+    parser.add_argument("--commit", help="to write into the files; default: git's")
+    parser.add_argument("--json", metavar="FILE", help="- for standard output, without the table")
+    parser.add_argument("--csv", metavar="FILE")
+    parser.add_argument("--plot", metavar="FILE", help="roofline, .png, .svg or .pdf")
+
+
+def cases_of(options: argparse.Namespace) -> list[Case]:
+    """The shapes asked for. Raises ValueError."""
+    window = parse_band(options.window)
+    shapes = [parse_shape(text) for text in options.shape]
+    cases = [Case(label(shape, options.causal, window), shape, options.causal, window) for shape in shapes]
+    if not shapes and (options.causal or window):
+        raise ValueError("--causal, --window: go with --shape; the cases of a suite have their own")
+    for suite in options.suite:
+        cases += [case for case in SUITES[suite] if options.only in case.name]
+    if not cases and not options.overhead:
+        raise ValueError(
+            f"bench: no case to time; expected --shape or --suite ({', '.join(SUITES)})"
+            + (f" with a case named like --only {options.only!r}" if options.only else "")
+        )
+    return cases
+
+
+def run(options: argparse.Namespace) -> int:
+    """Exit code: 1 if a result of lazymax was wrong or missing."""
+    with usage():
+        cases, dtypes, peers = cases_of(options), parse_dtypes(options.dtype), candidates(options.against, options.impl)
+        device = parse_device(options.device)
+        if device.type == "cpu" and options.device is None:
+            raise ValueError(
+                f"bench: torch {torch.__version__} sees no GPU, and times of a CPU would say nothing about one; "
+                "--device cpu times the reference (or the interpreter) all the same"
+            )
+        if options.rounds < 1 or not options.window_ms > 0:
+            raise ValueError("--rounds, --window-ms: expected at least 1, and more than 0")
+        _check_plans(cases, dtypes, device, options.impl)
+        _check_outputs(options)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return _overhead(options, dtypes, device) if options.overhead else _run(options, cases, dtypes, peers, device)
+
+
+def _check_plans(cases: Sequence[Case], dtypes: Sequence[torch.dtype], device: torch.device, impl: str) -> None:
+    """Find shapes that make no sense, and a named impl that cannot take one, before anything is timed."""
+    for case in cases:
+        for dtype in dtypes:
+            problem = case.problem(dtype)
+            plan(problem, arches.of(device), impl)
+            if not problem.flops:
+                raise ValueError(f"--shape: got {','.join(map(str, case.shape))}, in which no query sees a key")
+
+
+def _check_outputs(options: argparse.Namespace) -> None:
+    if options.plot and (fault := plot_fault()):
+        raise UsageError(fault)
+    if options.overhead and (options.csv or options.plot or options.shape or options.suite):
+        raise ValueError(
+            "--overhead: has its own shape and one output file, --json; got --shape, --suite, --csv or --plot"
+        )
+    for name in ("json", "csv", "plot"):
+        path = getattr(options, name)
+        if path and path != "-" and not Path(path).parent.is_dir():
+            raise ValueError(f"--{name}: got {path!r}, but there is no folder {Path(path).parent}")
+
+
+def _run(
+    options: argparse.Namespace,
+    cases: Sequence[Case],
+    dtypes: Sequence[torch.dtype],
+    peers: Mapping[str, Make],
+    device: torch.device,
+) -> int:
+    quiet = options.json == "-"
+    clock = clock_for(device)
+    facts = about(clock, dtypes, options.arguments, options.rounds, options.window_ms, options.commit)
+    if not quiet:
+        say(header(facts) + ("\nnote: times of a CPU only show that the tool works" if device.type == "cpu" else ""))
+    rows: list[Row] = []
+    work = [(case, dtype) for dtype in dtypes for case in cases]
+    for case, dtype in progress(work, "bench", len(work)):
+        found = measure(
+            case, dtype, peers, clock, impl=options.impl, rounds=options.rounds, window_ms=options.window_ms,
+            matmul_tflops=facts.matmul_tflops[str(dtype).removeprefix("torch.")],
+        )  # fmt: skip
+        rows += found
+        if not quiet:
+            say("\n" + case_table(found))
+        _write(options, facts, rows)  # after every case: a run that is cut short leaves what it has
+    if quiet:
+        _write(options, facts, rows, stdout=True)
+    else:
+        say("\n" + summary(rows))
+    if options.plot:
+        write_plot(Path(options.plot), facts, rows)
+    return 0 if all(row.status == OK for row in rows if row.candidate == LAZYMAX) else 1
+
+
+def _overhead(options: argparse.Namespace, dtypes: Sequence[torch.dtype], device: torch.device) -> int:
+    clock = clock_for(device)
+    facts = about(clock, dtypes, options.arguments, options.rounds, options.window_ms, options.commit)
+    rows = [row for dtype in dtypes for row in overhead(dtype, clock, options.rounds)]
+    if options.json != "-":
+        say(overhead_table(rows))
+    _write(options, facts, [], rows, stdout=True)
+    return 0
+
+
+def _write(
+    options: argparse.Namespace,
+    facts: About,
+    rows: Sequence[Row],
+    overheads: Sequence[Overhead] = (),
+    stdout: bool = False,
+) -> None:
+    if options.csv:
+        write_csv(Path(options.csv), facts, rows)
+    if options.json == "-":
+        if stdout:
+            sys.stdout.write(to_json(facts, rows, overheads) + "\n")
+    elif options.json:
+        Path(options.json).write_text(to_json(facts, rows, overheads) + "\n")

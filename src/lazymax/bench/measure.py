@@ -1,0 +1,183 @@
+"""One case after the other: inputs, check, memory, time."""
+
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from .. import arch as arches
+from ..api import attention, scaled_dot_product_attention
+from ..dispatch import plan
+from ..problem import Problem
+from .cases import Case
+from .check import FAILED, LEFT_OUT, OK, Oracle, Verdict
+from .clock import Clock, host_blocks, ratio, rounds_of
+from .peers import LAZYMAX, LeftOut, Make, Ready, refusals
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One candidate on one case. Fields after `error` are None unless the result was right."""
+
+    suite: str
+    case: str
+    shape: str
+    dtype: str
+    band: str  # "full", "causal top_left", "window (511, 0)"
+    candidate: str
+    plan: str  # lazymax's route, backend and tile
+    status: str
+    reason: str  # why wrong or left out
+    flops: float  # of visible pairs
+    bytes: float  # q, k, v and the output, once each
+    intensity: float  # flops per byte
+    error: float | None = None  # relative Frobenius error
+    ms: float | None = None  # median over the rounds
+    ms_min: float | None = None
+    ms_max: float | None = None
+    tflops: float | None = None
+    matmul_share: float | None = None  # of the matmul measured in the same run
+    lazymax_speed: float | None = None  # how many times faster lazymax was, median of the ratios within each round
+    extra_mib: float | None = None  # peak memory beyond inputs, output and LSE
+
+
+def measure(
+    case: Case,
+    dtype: torch.dtype,
+    candidates: Mapping[str, Make],
+    clock: Clock,
+    *,
+    impl: str = "auto",
+    rounds: int = 5,
+    window_ms: float = 100.0,
+    matmul_tflops: float | None = None,
+) -> list[Row]:
+    """Check and time every candidate on one case; a row each, in the candidates' order."""
+    q, k, v = case.tensors(dtype, clock.device)
+    problem = Problem.from_call(q, k, v, causal=case.causal, window=case.window)
+    oracle = Oracle(problem, q, k, v)
+    ready: dict[str, Ready] = {}
+    verdicts: dict[str, Verdict] = {}
+    memory: dict[str, float | None] = {}
+    for name, make in candidates.items():
+        try:
+            with refusals():
+                candidate = make(case, problem, q, k, v)
+                out = _once(candidate, clock)
+        except LeftOut as why:
+            verdicts[name] = Verdict(None, str(why), FAILED if name == LAZYMAX else LEFT_OUT)
+            continue
+        verdicts[name] = oracle.judge(out, budget=name == LAZYMAX)
+        if verdicts[name].status == OK:
+            memory[name] = extra_memory(candidate, problem, clock)
+            ready[name] = candidate
+    del oracle
+    times = rounds_of(ready, clock, rounds, window_ms)
+    chosen = plan(problem, arches.of(clock.device), impl).describe()
+    return [
+        _row(case, problem, name, chosen, verdicts[name], times, memory.get(name), matmul_tflops) for name in candidates
+    ]
+
+
+def _once(candidate: Ready, clock: Clock) -> torch.Tensor:
+    """One call; its faults come out here."""
+    with candidate.context():
+        out = candidate.run()
+        clock.synchronize()
+    return out
+
+
+def _row(
+    case: Case,
+    problem: Problem,
+    name: str,
+    chosen: str,
+    verdict: Verdict,
+    times: dict[str, list[float]],
+    memory: float | None,
+    ceiling: float | None,
+) -> Row:
+    moved = least_bytes(problem)
+    band = f"causal {problem.align}" if problem.causal else "full"
+    values: dict[str, float | None] = {}
+    if name in times:
+        mine, ours = times[name], times.get(LAZYMAX)
+        ms = statistics.median(mine)
+        tflops = problem.flops / ms / 1e9
+        values = dict(
+            ms=ms, ms_min=min(mine), ms_max=max(mine), tflops=tflops,
+            matmul_share=None if not ceiling else tflops / ceiling,
+            lazymax_speed=None if ours is None else ratio(mine, ours), extra_mib=memory,
+        )  # fmt: skip
+    return Row(
+        suite=case.suite,
+        case=case.name,
+        shape=",".join(map(str, case.shape)),
+        dtype=problem.dtype,
+        band=band if case.window is None else f"{band.removeprefix('full')} window {problem.window}".strip(),
+        candidate=name,
+        plan=chosen if name == LAZYMAX else "",
+        status=verdict.status,
+        reason=verdict.why,
+        flops=problem.flops,
+        bytes=moved,
+        intensity=problem.flops / moved if moved else 0.0,
+        error=verdict.error,
+        **values,
+    )
+
+
+def least_bytes(problem: Problem) -> float:
+    """q, k and v read once, the output written once."""
+    p, size = problem, getattr(torch, problem.dtype).itemsize
+    both = p.head_dim + p.v_head_dim
+    return float(size * p.batch * both * (p.q_heads * p.q_len + p.kv_heads * p.kv_len))
+
+
+def extra_memory(candidate: Ready, problem: Problem, clock: Clock) -> float | None:
+    """MiB allocated at the peak of a call beyond its output and one LSE; None on a CPU."""
+    if clock.device.type != "cuda":
+        return None
+    torch.cuda.synchronize(clock.device)
+    torch.cuda.reset_peak_memory_stats(clock.device)
+    before = torch.cuda.memory_allocated(clock.device)
+    out = _once(candidate, clock)
+    lse = 4 * problem.batch * problem.q_heads * problem.q_len
+    beyond = torch.cuda.max_memory_allocated(clock.device) - before - out.untyped_storage().nbytes() - lse
+    return max(0.0, beyond / 2**20)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overhead:
+    """Host time of one eager call, microseconds: median over blocks with the smallest and largest; `ratio` to torch's
+    function in the same round, median."""
+
+    call: str
+    dtype: str
+    us: float
+    us_min: float
+    us_max: float
+    ratio: float
+
+
+def overhead(dtype: torch.dtype, clock: Clock, rounds: int, block: int = 200) -> list[Overhead]:
+    """Host time per eager call at (1, 2, 64, 64), where the host is all that counts. 200 calls a block: the launch
+    queue of a GPU holds about 1000."""
+    q, k, v = Case("overhead", (1, 2, 2, 64, 64, 64)).tensors(dtype, clock.device)
+    torch_name = "F.scaled_dot_product_attention"
+    calls: dict[str, Callable[[], object]] = {
+        "lazymax.scaled_dot_product_attention": lambda: scaled_dot_product_attention(q, k, v),
+        "lazymax.attention": lambda: attention(q, k, v),
+        torch_name: lambda: F.scaled_dot_product_attention(q, k, v),
+    }
+    for call in calls.values():
+        call()
+    times = host_blocks(calls, clock, rounds, block)
+    kind = str(dtype).removeprefix("torch.")
+    base = times[torch_name]
+    return [
+        Overhead(call=name, dtype=kind, us=statistics.median(us), us_min=min(us), us_max=max(us), ratio=ratio(us, base))
+        for name, us in times.items()
+    ]

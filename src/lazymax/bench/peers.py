@@ -1,0 +1,136 @@
+"""What is timed: lazymax and the attention functions that come with torch."""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..api import attention
+from ..problem import Problem
+from .cases import Case
+
+LAZYMAX = "lazymax"
+
+
+class LeftOut(Exception):
+    """A candidate does not take the problem; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A candidate prepared for one problem. `run` is what is timed; `context` is entered once around many runs, so that
+    choosing torch's backend costs the peers no host time."""
+
+    run: Callable[[], torch.Tensor]
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+Make = Callable[[Case, Problem, torch.Tensor, torch.Tensor, torch.Tensor], Ready]
+
+
+def lazymax(impl: str = "auto") -> Make:
+    def make(case: Case, problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Ready:
+        def run() -> torch.Tensor:
+            out = attention(q, k, v, causal=case.causal, window=case.window, impl=impl)
+            assert isinstance(out, torch.Tensor)
+            return out
+
+        return Ready(run)
+
+    return make
+
+
+def sdpa(backend: str | None) -> Make:
+    """torch's own function; None leaves the choice of backend to torch."""
+
+    def make(case: Case, problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Ready:
+        if case.window is not None:
+            raise LeftOut("takes no window")
+        if case.causal == "bottom_right" and problem.q_len != problem.kv_len:
+            raise LeftOut("its is_causal is top-left")
+        if backend == "MATH" and problem.batch * problem.q_heads * problem.q_len * problem.kv_len > 1 << 30:
+            raise LeftOut("its score matrix would have more than 2**30 elements")
+        causal, grouped = case.causal is not None, problem.group > 1
+
+        def run() -> torch.Tensor:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+
+        if backend is None:
+            return Ready(run)
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        chosen = getattr(SDPBackend, backend)
+        return Ready(run, lambda: sdpa_kernel([chosen]))
+
+    return make
+
+
+def flex(case: Case, problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Ready:
+    """torch.nn.attention.flex_attention, compiled for the exact shape."""
+    if q.device.type == "cpu":
+        raise LeftOut("compiled for GPUs only here")
+    from torch.nn.attention.flex_attention import flex_attention
+
+    torch.compiler.reset()  # else the shapes before this one use up its recompile limit, and it runs eagerly, unfused
+    return flex_ready(problem, q, k, v, torch.compile(flex_attention, dynamic=False))
+
+
+def flex_ready(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, function: Any) -> Ready:
+    """`function` is flex_attention, compiled or not."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    first, last = problem.first_offset, problem.last_offset
+
+    def keep(batch: Any, head: Any, i: Any, j: Any) -> Any:
+        inside = j >= 0
+        if first is not None:
+            inside = inside & (j >= i + first)
+        if last is not None:
+            inside = inside & (j <= i + last)
+        return inside
+
+    mask = None
+    if first is not None or last is not None:
+        mask = create_block_mask(keep, None, None, problem.q_len, problem.kv_len, device=str(q.device))
+    return Ready(lambda: function(q, k, v, block_mask=mask, enable_gqa=problem.group > 1))
+
+
+PEERS: dict[str, Make] = {
+    "sdpa": sdpa(None),
+    "sdpa-cudnn": sdpa("CUDNN_ATTENTION"),
+    "sdpa-flash": sdpa("FLASH_ATTENTION"),
+    "sdpa-efficient": sdpa("EFFICIENT_ATTENTION"),
+    "sdpa-math": sdpa("MATH"),
+    "flex": flex,
+}
+
+
+def candidates(against: str, impl: str = "auto") -> dict[str, Make]:
+    """lazymax, then the peers of a comma list. Raises ValueError for an unknown one."""
+    names = [name.strip() for name in against.split(",") if name.strip()]
+    for name in names:
+        if name not in PEERS:
+            raise ValueError(f"--against: got {name!r}, expected a comma list of {', '.join(PEERS)}")
+    return {LAZYMAX: lazymax(impl)} | {name: PEERS[name] for name in names}
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """Turn a peer's failure into `LeftOut` with the reason; torch gives its reasons as warnings beside the error."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            yield
+        except LeftOut:
+            raise
+        except Exception as error:  # whatever a peer raises is the reason why it is left out
+            lines = [str(error).strip().splitlines()[0] if str(error).strip() else ""]
+            lines += [str(w.message).splitlines()[0].split(" (Triggered internally")[0] for w in caught]
+            raise LeftOut(f"{type(error).__name__}: " + " ".join(lines)[:400]) from error
+    for w in caught:  # of one that did not fail
+        warnings.warn_explicit(w.message, w.category, w.filename, w.lineno)
