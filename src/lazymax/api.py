@@ -1,7 +1,7 @@
 """The public functions. Docstrings, argument parsing, one operator call each."""
 
-import sys
-from typing import Any, TextIO
+import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,11 @@ from . import ops
 from .dispatch import Explanation, plan
 from .problem import Problem, align_of, parse_causal, parse_window
 
+# torch's documentation and most of its kernels say so; its CPU flash kernel takes both (2.13).
+MASK_BESIDE_CAUSAL = (
+    "scaled_dot_product_attention: got attn_mask beside is_causal=True, expected one of them; "
+    "add the triangle to the mask"
+)
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -62,8 +67,7 @@ def attention(
     The algorithm is the online softmax over key blocks of FlashAttention (Dao et al., 2022) in the exp2 domain, with
     the lazy rescale of FlashAttention-4. Differentiable; composes with torch.compile, vmap and CUDA graphs.
     """
-    if layout not in ("bhsd", "bshd"):
-        raise ValueError(f"layout: got {layout!r}, expected 'bhsd' or 'bshd'")
+    _check_types(q, k, v, scale, layout, impl, rescale_threshold, return_lse)
     causal = parse_causal(causal)
     left, right = parse_window(window)
     align = align_of(causal, window_align)
@@ -92,11 +96,13 @@ def scaled_dot_product_attention(
     take yet (dense masks, dropout, float64, other than 4 dimensions, broadcast batches) is computed by torch's own
     function, which also raises torch's own errors; `lazymax.explain` says which route a call takes.
     """
-    if not _simple(query, key, value, attn_mask, dropout_p, enable_gqa):
+    if attn_mask is not None and is_causal:
+        raise RuntimeError(MASK_BESIDE_CAUSAL)
+    if not _simple(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    if torch.is_autocast_enabled(query.device.type):
+    if _autocasts(query):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     out, _ = ops.forward(query, key, value, bool(is_causal), None, None, "top_left", scale, "auto", None, False)
@@ -121,7 +127,7 @@ def explain(
     shape: tuple[int, ...] | None = None,
     dtype: torch.dtype | str = torch.bfloat16,
     arch: str | None = None,
-    file: TextIO | None = sys.stdout,
+    show: bool = True,
 ) -> Explanation:
     """Print which kernel a call would take, with which tile, why, and why every other candidate was refused.
 
@@ -129,14 +135,19 @@ def explain(
     with `dtype`. `arch` asks for another GPU than the tensors' device, by id ("gfx1151", "sm_90"); no GPU is needed.
     The other arguments are those of `attention` and `scaled_dot_product_attention`.
 
-    Returns the `Explanation` (`.plan`, `.to_json()`); file=None prints nothing. Raises what the call would raise.
+    Returns the `Explanation` (`.plan`, `.to_json()`); show=False prints nothing. Raises what the call would raise.
     """
     if is_causal:
-        causal = causal or "top_left"
+        if causal not in (None, "top_left"):
+            raise ValueError(f"is_causal: got True beside causal={causal!r}; is_causal means 'top_left'")
+        if attn_mask is not None:
+            raise RuntimeError(MASK_BESIDE_CAUSAL)
+        causal = "top_left"
     rules: dict[str, Any] = dict(
         causal=causal, window=window, window_align=window_align, scale=scale, return_lse=return_lse,
         mask=None if attn_mask is None else str(attn_mask.dtype).removeprefix("torch."), dropout_p=dropout_p,
     )  # fmt: skip
+    _check_layout(layout)
     if q is not None and k is not None and v is not None:
         if layout == "bshd":
             q, k, v = _swap(q, "q"), _swap(k, "k"), _swap(v, "v")
@@ -144,13 +155,36 @@ def explain(
         where = arches.by_name(arch) if arch else arches.of(q.device)
     elif shape is not None:
         problem = Problem.from_shape(shape, dtype, **rules)
-        where = arches.by_name(arch or "cpu")
+        here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        where = arches.by_name(arch) if arch else arches.of(here)
     else:
         raise ValueError("explain: got neither q, k, v nor shape; expected one of the two")
     explanation = Explanation(problem, where, plan(problem, where, impl))
-    if file is not None:
-        print(explanation, file=file)
+    if show:
+        print(explanation)
     return explanation
+
+
+def _check_layout(layout: str) -> None:
+    if layout not in ("bhsd", "bshd"):
+        raise ValueError(f"layout: got {layout!r}, expected 'bhsd' or 'bshd'")
+
+
+def _check_types(
+    q: Any, k: Any, v: Any, scale: Any, layout: Any, impl: Any, rescale_threshold: Any, return_lse: Any
+) -> None:
+    """What the operator's schema would refuse with a message about schemas."""
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"{name}: got {type(t).__name__}, expected a torch.Tensor")
+    for name, number in (("scale", scale), ("rescale_threshold", rescale_threshold)):
+        if number is not None and not isinstance(number, int | float):
+            raise TypeError(f"{name}: got {number!r}, expected a number or None")
+    if not isinstance(impl, str):
+        raise TypeError(f"impl: got {impl!r}, expected the name of a backend")
+    if not isinstance(return_lse, bool):
+        raise TypeError(f"return_lse: got {return_lse!r}, expected a bool")
+    _check_layout(layout)
 
 
 def _swap(t: torch.Tensor, name: str) -> torch.Tensor:
@@ -160,17 +194,38 @@ def _swap(t: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def _simple(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, dropout_p: float, enable_gqa: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
 ) -> bool:
     """Whether lazymax's operator takes the call as torch means it; everything else is torch's to compute or refuse."""
+    if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
+        return False
+    if type(is_causal) is not bool or type(enable_gqa) is not bool or type(dropout_p) not in (float, int):
+        return False
+    if scale is not None and not (isinstance(scale, int | float) and math.isfinite(scale)):
+        return False
     if mask is not None or dropout_p or not (q.dim() == k.dim() == v.dim() == 4):
         return False
     if q.is_nested or k.is_nested or v.is_nested or not q.device == k.device == v.device:
         return False
-    if q.shape[0] != k.shape[0] or q.shape[0] != v.shape[0] or k.shape[1:3] != v.shape[1:3] or q.shape[3] != k.shape[3]:
+    if k.shape[2] != v.shape[2]:
+        raise RuntimeError(  # torch's CPU kernel reads past the end of v here (2.13), its formula refuses
+            f"scaled_dot_product_attention: got key {tuple(k.shape)} and value {tuple(v.shape)}, expected one length"
+        )
+    if q.shape[0] != k.shape[0] or q.shape[0] != v.shape[0] or k.shape[1] != v.shape[1] or q.shape[3] != k.shape[3]:
         return False
     if q.shape[1] != k.shape[1] and (not enable_gqa or k.shape[1] == 0 or q.shape[1] % k.shape[1]):
         return False
-    if torch.is_autocast_enabled(q.device.type):
+    if _autocasts(q):
         return all(t.dtype in _KERNEL_DTYPES for t in (q, k, v))
     return q.dtype == k.dtype == v.dtype and q.dtype in _KERNEL_DTYPES
+
+
+def _autocasts(t: torch.Tensor) -> bool:
+    return t.device.type != "meta" and torch.is_autocast_enabled(t.device.type)

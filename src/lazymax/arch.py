@@ -12,7 +12,6 @@ import torch
 from . import compat
 
 KIB = 1024
-MIB = 1024 * KIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +23,6 @@ class Arch:
     matrix_unit: str  # "mma", "wgmma", "tcgen05", "wmma", "mfma", "none"
     multiprocessors: int
     shared_memory: int  # that one program may use
-    l2: int
     warp_size: int = 32
     descriptors: bool = False  # tensor descriptors are hardware (TMA)
     triton: str | None = None  # version of the Triton that would compile for it
@@ -44,46 +42,49 @@ class Arch:
         raise ValueError(f"arch: {self.id} is no GPU that Triton compiles for; known: {', '.join(names())}")
 
     def __str__(self) -> str:
+        if self.vendor == "cpu":
+            return self.id
         return (
             f"{self.id} ({self.matrix_unit}, {self.multiprocessors} "
-            f"{'SMs' if self.vendor == 'nvidia' else 'CUs' if self.vendor == 'amd' else 'cores'}, "
+            f"{'SMs' if self.vendor == 'nvidia' else 'CUs'}, "
             f"{self.shared_memory // KIB} KiB shared memory)"
         )
 
 
-def _nvidia(id: str, matrix_unit: str, sms: int, shared: int, l2_mib: int, descriptors: bool = False) -> Arch:
-    return Arch(id, "nvidia", matrix_unit, sms, shared, l2_mib * MIB, 32, descriptors)
+def _nvidia(id: str, matrix_unit: str, sms: int, shared: int, descriptors: bool = False) -> Arch:
+    return Arch(id, "nvidia", matrix_unit, sms, shared, 32, descriptors)
 
 
-def _amd(id: str, matrix_unit: str, cus: int, lds_kib: int, l2_mib: int, warp_size: int = 32) -> Arch:
-    return Arch(id, "amd", matrix_unit, cus, lds_kib * KIB, l2_mib * MIB, warp_size)
+def _amd(id: str, matrix_unit: str, cus: int, lds_kib: int, warp_size: int = 32) -> Arch:
+    return Arch(id, "amd", matrix_unit, cus, lds_kib * KIB, warp_size)
 
 
 # Shared memory: CUDA programming guide, "technical specifications per compute capability" (per-block opt-in limit), and
-# AMD's ISA manuals (LDS per workgroup). Multiprocessors and L2: of the largest card sold under the id.
+# AMD's ISA manuals (LDS per workgroup). Multiprocessors: of the largest card sold under the id.
 _KNOWN = {
     arch.id: arch
     for arch in (
-        _nvidia("sm_75", "mma", 72, 64 * KIB, 6),
-        _nvidia("sm_80", "mma", 108, 163 * KIB, 40),
-        _nvidia("sm_86", "mma", 84, 99 * KIB, 6),
-        _nvidia("sm_87", "mma", 16, 163 * KIB, 4),
-        _nvidia("sm_89", "mma", 142, 99 * KIB, 72),
-        _nvidia("sm_90", "wgmma", 132, 227 * KIB, 50, descriptors=True),
-        _nvidia("sm_100", "tcgen05", 148, 227 * KIB, 126, descriptors=True),
-        _nvidia("sm_103", "tcgen05", 148, 227 * KIB, 126, descriptors=True),
-        _nvidia("sm_120", "mma", 188, 99 * KIB, 96, descriptors=True),
-        _nvidia("sm_121", "mma", 48, 99 * KIB, 24, descriptors=True),
-        _amd("gfx942", "mfma", 304, 64, 4, warp_size=64),
-        _amd("gfx950", "mfma", 256, 160, 4, warp_size=64),
-        _amd("gfx1100", "wmma", 96, 64, 6),
-        _amd("gfx1101", "wmma", 60, 64, 4),
-        _amd("gfx1102", "wmma", 32, 64, 2),
-        _amd("gfx1103", "wmma", 12, 64, 2),
-        _amd("gfx1150", "wmma", 16, 64, 2),
-        _amd("gfx1151", "wmma", 40, 64, 2),
-        _amd("gfx1200", "wmma", 32, 64, 4),
-        _amd("gfx1201", "wmma", 64, 64, 8),
+        _nvidia("sm_75", "none", 72, 64 * KIB),  # Triton has no use for its matrix unit
+        _nvidia("sm_80", "mma", 108, 163 * KIB),
+        _nvidia("sm_86", "mma", 84, 99 * KIB),
+        _nvidia("sm_87", "mma", 16, 163 * KIB),
+        _nvidia("sm_89", "mma", 142, 99 * KIB),
+        _nvidia("sm_90", "wgmma", 132, 227 * KIB, descriptors=True),
+        _nvidia("sm_100", "tcgen05", 148, 227 * KIB, descriptors=True),
+        _nvidia("sm_103", "tcgen05", 148, 227 * KIB, descriptors=True),
+        _nvidia("sm_120", "mma", 188, 99 * KIB, descriptors=True),
+        _nvidia("sm_121", "mma", 48, 99 * KIB, descriptors=True),
+        _amd("gfx90a", "mfma", 104, 64, warp_size=64),
+        _amd("gfx942", "mfma", 304, 64, warp_size=64),
+        _amd("gfx950", "mfma", 256, 160, warp_size=64),
+        _amd("gfx1100", "wmma", 96, 64),
+        _amd("gfx1101", "wmma", 60, 64),
+        _amd("gfx1102", "wmma", 32, 64),
+        _amd("gfx1103", "wmma", 12, 64),
+        _amd("gfx1150", "wmma", 16, 64),
+        _amd("gfx1151", "wmma", 40, 64),
+        _amd("gfx1200", "wmma", 32, 64),
+        _amd("gfx1201", "wmma", 64, 64),
     )
 }
 
@@ -112,7 +113,7 @@ def of(device: torch.device) -> Arch:
 @functools.cache
 def _of_host(type: str, interpreting: bool) -> Arch:
     unit = "interpreter" if interpreting else "none"
-    return Arch(type, "cpu", unit, 1, 227 * KIB, 32 * MIB, 32, interpreting, compat.triton_version())
+    return Arch(type, "cpu", unit, 1, 227 * KIB, 32, interpreting, compat.triton_version())
 
 
 @functools.cache
@@ -122,15 +123,16 @@ def _of_cuda(index: int) -> Arch:
         # "gfx942:sramecc+:xnack-" -> "gfx942". Under HSA_OVERRIDE_GFX_VERSION this is the overriding name, which is
         # also what the kernels must be compiled for; `lazymax doctor` warns about it.
         id = properties.gcnArchName.split(":")[0]
-        unknown = Arch(id, "amd", "none", 1, 64 * KIB, 2 * MIB, properties.warp_size)
+        families = {"gfx11": "wmma", "gfx12": "wmma", "gfx94": "mfma", "gfx95": "mfma"}
+        unknown = Arch(id, "amd", families.get(id[:5], "none"), 1, 64 * KIB, properties.warp_size)
     else:
         id = f"sm_{properties.major}{properties.minor}"
-        unknown = Arch(id, "nvidia", "mma", 1, 48 * KIB, 4 * MIB, 32)
+        unit = "mma" if properties.major >= 8 else "none"
+        unknown = Arch(id, "nvidia", unit, 1, 48 * KIB)
     known = _KNOWN.get(id, unknown)
     return replace(
         known,
         multiprocessors=properties.multi_processor_count,
         shared_memory=getattr(properties, "shared_memory_per_block_optin", 0) or known.shared_memory,
-        l2=getattr(properties, "L2_cache_size", 0) or known.l2,
         triton=compat.triton_version(),
     )

@@ -53,8 +53,9 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """It compiled, and a row called tuned does not spill."""
-        return self.error is None and not (self.tuned and self.spills)
+        """It compiled, uses the matrix unit in half precision, and a row called tuned does not spill."""
+        unused = self.in_all == 0 and not self.problem.startswith("float32")
+        return self.error is None and not unused and not (self.tuned and self.spills)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self) | {"ok": self.ok}
@@ -134,7 +135,8 @@ def _nvidia_resources(kernel: Any) -> tuple[int, int]:
         text = subprocess.run(
             [tool, "--dump-resource-usage", str(path)], capture_output=True, text=True, check=True
         ).stdout
-    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", text).groups()  # type: ignore[union-attr]
+    found = re.search(r"Function attention_forward:\s+REG:(\d+) STACK:(\d+)", text)
+    registers, stack = found.groups()  # type: ignore[union-attr]
     return int(registers), int(stack)
 
 
@@ -146,6 +148,14 @@ def _amd_resources(kernel: Any) -> tuple[int, int]:
         return int(re.search(rf"\.{name}:\s+(\d+)", text).group(1))  # type: ignore[union-attr]
 
     return value("vgpr_count"), value("vgpr_spill_count")
+
+
+def _root_cause(error: BaseException) -> str:
+    """Type and last telling line of the error at the bottom of the chain; Triton's own end with a caret."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line for line in str(error).splitlines() if line.strip(" ^")]
+    return f"{type(error).__name__}: {lines[-1].strip() if lines else ''}"
 
 
 def report(problem: Problem, chosen: Plan, arch: Arch) -> Report:
@@ -160,7 +170,7 @@ def report(problem: Problem, chosen: Plan, arch: Arch) -> Report:
     try:
         kernel = compile_plan(problem, chosen, arch)
     except Exception as failure:
-        message = f"{type(failure).__name__}: {str(failure).strip().splitlines()[-1] if str(failure) else ''}"
+        message = _root_cause(failure)
         return Report(*head, instruction, 0, 0, 0, 0, 0, time.perf_counter() - start, message)
     seconds = time.perf_counter() - start
     nvidia = arch.vendor == "nvidia"
@@ -181,7 +191,7 @@ def problems(dtypes: tuple[str, ...], head_dims: tuple[int, ...] = HEAD_DIMS) ->
     for dtype in dtypes:
         for head_dim in head_dims:
             for rules in BANDS:
-                for batch, heads, length in ((4, 32, 4096), (1, 2, 256)):
+                for batch, heads, length in ((4, 32, 4096), (1, 16, 1024), (1, 2, 256)):
                     shape = (batch, heads, heads, length, length, head_dim)
                     yield Problem.from_shape(shape, dtype, return_lse=True, **rules)
 

@@ -13,7 +13,6 @@ from .problem import Problem
 
 KERNEL_DTYPES = ("float16", "bfloat16", "float32")
 MAX_HEAD_DIM = 256
-MAX_PROGRAMS = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +53,8 @@ def kernel_refusal(problem: Problem, arch: Arch) -> str | None:
     fault = compat.unsupported_triton(arch.triton)
     if fault:
         return fault
+    if arch.matrix_unit == "none":
+        return f"{arch.id} has no matrix unit that Triton uses; torch's own kernels are the better ones there"
     if problem.dtype not in KERNEL_DTYPES:
         return f"the kernel computes in float32; {problem.dtype} goes to the reference"
     for name, dim in (("head dim of q and k", problem.head_dim), ("head dim of v", problem.v_head_dim)):
@@ -85,29 +86,34 @@ def plan(problem: Problem, arch: Arch, impl: str = "auto") -> Plan:
     if impl not in impls():
         raise ValueError(f"impl: got {impl!r}, expected one of {', '.join(impls())}")
     rejected: list[Refused] = []
+    taken: tuple[str, Backend, Tile] | None = None
     refusal = kernel_refusal(problem, arch)
     for name, backend in registry().items():
         if impl not in ("auto", name):
-            continue
-        if backend.archs and arch.id not in backend.archs:
+            rejected.append(Refused(name, f"impl={impl!r} was asked for"))
+        elif backend.archs and arch.id not in backend.archs:
             rejected.append(Refused(name, f"for {', '.join(backend.archs)}, this is {arch.id}"))
-            continue
-        if refusal:
+        elif refusal:
             rejected.append(Refused(name, refusal))
-            continue
-        tile, skipped = select_tile(backend, problem, arch)
-        rejected += [Refused(f"{name} row {row.name}", why) for row, why in skipped]
-        if tile is None:
-            rejected.append(Refused(name, "no row takes the problem"))
-            continue
-        return _triton_plan(name, backend, tile, problem, arch, rejected)
+        elif taken:
+            rejected.append(Refused(name, f"{taken[0]} comes first"))
+        else:
+            tile, skipped = select_tile(backend, problem, arch)
+            rejected += [Refused(f"{name} row {row.name}", why) for row, why in skipped]
+            if tile is None:
+                rejected.append(Refused(name, "no row takes the problem"))
+            else:
+                taken = name, backend, tile
+    if taken:
+        return _triton_plan(*taken, problem, arch, rejected)
     if impl not in ("auto", "reference"):
         raise NotImplementedError(
-            f"impl: {impl!r} cannot take this problem on {arch.id}: {rejected[-1].reason}; impl='auto' would choose"
+            f"impl: {impl!r} cannot take this problem on {arch.id}: "
+            f"{next(r.reason for r in reversed(rejected) if r.candidate == impl)}; impl='auto' would choose"
         )
     reason = "asked for" if impl == "reference" else refusal or "no backend takes it"
     return Plan(
-        route="reference", backend="reference", tile=None, rescale="none", level="run on CPU and H200", reason=reason,
+        route="reference", backend="reference", tile=None, rescale="none", level="torch operations", reason=reason,
         rejected=tuple(rejected), notes=tuple(_notes(problem, arch)),
     )  # fmt: skip
 
@@ -121,9 +127,9 @@ def _triton_plan(
     if fault:
         rescale = "select"
         notes.append(f"rescale by select instead of branch: {fault}")
-    rejected.append(Refused("reference", "a kernel takes the problem"))
+    rejected.append(Refused("reference", f"{name} takes the problem"))
     return Plan(
-        route="triton", backend=name, tile=tile, rescale=rescale, level=backend.level, reason=tile.reason,
+        route="triton", backend=name, tile=tile, rescale=rescale, level=backend.level_on(arch), reason=tile.reason,
         rejected=tuple(rejected), notes=tuple(notes),
     )  # fmt: skip
 
@@ -136,7 +142,7 @@ def _notes(problem: Problem, arch: Arch) -> list[str]:
         notes.append(f"{name} is copied first: its head dimension is not contiguous")
     if problem.dtype == "float32" and problem.fp32_precision == "tf32":
         notes.append("fp32 products in tf32, as torch.backends.cuda.matmul allows; the default is full fp32")
-    if problem.requires_grad:
+    if problem.requires_grad and not problem.mask and not problem.dropout_p:
         notes.append("backward: recomputed by the reference in float32 (there is no Triton backward yet)")
     return notes
 

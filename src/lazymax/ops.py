@@ -5,15 +5,18 @@ inside the operator, on real sizes, so a compiled caller sees one opaque node an
 module needs torch only; Triton is imported when the first problem takes a kernel.
 """
 
+import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from . import arch as arches
 from . import compat, reference, verify
+from .arch import Arch
 from .dispatch import Plan, plan
-from .problem import Problem, check_tensors
+from .problem import Problem, check_tensors, fp32_precision, output_strides
 
 _lib = torch.library.Library("lazymax", "DEF")  # type: ignore[no-untyped-call]
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
@@ -32,26 +35,26 @@ _lib.define(  # type: ignore[no-untyped-call]
 FORWARD = "lazymax::attention_forward"
 BACKWARD = "lazymax::attention_backward"
 
-# Problem key -> what was decided for it. Bounded: cleared when full, which costs one planning per live problem.
-_decided: dict[tuple[Any, ...], tuple[Problem, Plan, Any]] = {}
+
+@dataclass(slots=True)
+class _Decision:
+    """What was decided for one problem, and what a call needs of it."""
+
+    problem: Problem
+    arch: Arch
+    plan: Plan
+    launch: Any  # kernels.launch.ForwardLaunch, or None on the reference route
+    out_size: tuple[int, ...]
+    out_strides: list[int]
+    lse_size: tuple[int, ...]
+
+
+# Bounded: cleared when full, which costs one planning per live problem.
+_decided: dict[tuple[Any, ...], _Decision] = {}
 _DECIDED_LIMIT = 4096
 
 
-def empty_outputs(
-    q: torch.Tensor, v: torch.Tensor, return_lse: bool, make: Any = torch.empty
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output (B, Hq, Sq, D_v) that is dense in the order in which q stores its dimensions, and LSE (B, Hq, Sq), fp32;
-    an LSE that nobody asked for has no elements. The fake operator calls this too, so its strides are the real ones."""
-    strides = q.stride()
-    order = sorted(range(3), key=lambda dim: -strides[dim])
-    shape = (*q.shape[:3], v.shape[3])
-    stored = make([shape[dim] for dim in order] + [shape[3]], dtype=q.dtype, device=q.device)
-    out = stored.permute([order.index(dim) for dim in range(3)] + [3])
-    lse = make(q.shape[:3] if return_lse else (0,), dtype=torch.float32, device=q.device)
-    return out, lse
-
-
-def _decide(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: tuple[Any, ...], impl: str) -> Any:
+def _decide(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: tuple[Any, ...], impl: str) -> _Decision:
     causal, left, right, align, scale, threshold, return_lse = rules
     problem = Problem.from_tensors(
         q, k, v, causal=causal, window=(left, right), align=align, scale=scale, rescale_threshold=threshold,
@@ -59,12 +62,45 @@ def _decide(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: tuple[Any,
     )  # fmt: skip
     arch = arches.of(q.device)
     chosen = plan(problem, arch, impl)
-    launch = None
-    if chosen.route == "triton" and problem.kv_len:
-        from .kernels.launch import ForwardLaunch
+    lse_size = tuple(q.shape[:3]) if return_lse else (0,)
+    out_size = (*q.shape[:3], v.shape[3])
+    strides = output_strides(q, v.shape[3])
+    return _Decision(problem, arch, chosen, _prepare(problem, chosen), out_size, strides, lse_size)
 
-        launch = ForwardLaunch.prepare(problem, chosen)
-    return problem, chosen, launch
+
+def _prepare(problem: Problem, chosen: Plan) -> Any:
+    if chosen.route != "triton" or problem.kv_len == 0:
+        return None
+    from .kernels.launch import ForwardLaunch
+
+    return ForwardLaunch.prepare(problem, chosen)
+
+
+def _run(decision: _Decision, impl: str, *tensors: torch.Tensor) -> bool:
+    """Launch, on the tensors' device; False if no kernel could be built and the reference must do it. With impl "auto"
+    a row that cannot be built for this GPU gives way to the portable rows, then to the reference, with one warning."""
+    device = tensors[0].device
+    try:
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                decision.launch(*tensors)
+        else:
+            decision.launch(*tensors)
+        return True
+    except Exception as error:
+        from .kernels.launch import is_build_failure
+
+        if impl != "auto" or not is_build_failure(error):
+            raise
+        instead = "reference" if decision.plan.backend == "portable" else "portable"
+        warnings.warn(
+            f"lazymax: {decision.plan.describe()} cannot be built for {decision.arch.id} "
+            f"({type(error).__name__}: {error}); {instead} takes over",
+            stacklevel=2,
+        )
+        decision.plan = plan(decision.problem, decision.arch, instead)
+        decision.launch = _prepare(decision.problem, decision.plan)
+    return decision.launch is not None and _run(decision, impl, *tensors)
 
 
 def _forward(
@@ -84,39 +120,37 @@ def _forward(
     key = (
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device,
         v.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15, impl, compat.interpreting(), rules,
-        q.dtype == torch.float32 and torch.get_float32_matmul_precision(),
+        fp32_precision() if q.dtype == torch.float32 else None,
     )  # fmt: skip
-    decided = _decided.get(key)
-    if decided is None:
+    decision = _decided.get(key)
+    if decision is None:
         if len(_decided) >= _DECIDED_LIMIT:
             _decided.clear()
-        decided = _decided[key] = _decide(q, k, v, rules, impl)
-    problem, chosen, launch = decided
-    out, lse = empty_outputs(q, v, return_lse)
-    if out.numel() == 0:
-        return out, lse
-    if launch is not None:
+        decision = _decided[key] = _decide(q, k, v, rules, impl)
+    problem = decision.problem
+    out = torch.empty_strided(decision.out_size, decision.out_strides, dtype=q.dtype, device=q.device)
+    lse = torch.empty(decision.lse_size, dtype=torch.float32, device=q.device)
+    if problem.copied:
         q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v))
-        if q.device.type == "cuda" and q.device.index != torch.cuda.current_device():
-            with torch.cuda.device(q.device):
-                launch(q, k, v, out, lse)
-        else:
-            launch(q, k, v, out, lse)
-    elif problem.kv_len == 0:
+    if out.numel() == 0 and lse.numel() == 0:
+        return out, lse
+    if problem.kv_len == 0:
         out.zero_()
         lse.fill_(float("-inf"))
-    else:
+    elif decision.launch is None or not _run(decision, impl, q, k, v, out, lse):
         result, result_lse = reference.fallback(q, k, v, problem)
         out.copy_(result)
         lse.copy_(result_lse)
-    return verify.after_forward(out, lse, q, k, v, problem, chosen)
+    return verify.after_forward(out, lse, q, k, v, problem, decision.plan)
 
 
 def _forward_fake(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rules: Any, **named: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     check_tensors(q, k, v)
-    return empty_outputs(q, v, named["return_lse"] if "return_lse" in named else rules[-1])
+    return_lse = named["return_lse"] if "return_lse" in named else rules[-1]
+    out = q.new_empty_strided((*q.shape[:3], v.shape[3]), output_strides(q, v.shape[3]))
+    return out, q.new_empty(q.shape[:3] if return_lse else (0,), dtype=torch.float32)
 
 
 def _backward(
@@ -157,7 +191,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
 def _differentiate(ctx: Any, grad_out: torch.Tensor, grad_lse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     q, k, v = ctx.saved_tensors
     grad_lse = grad_lse if ctx.return_lse else None
-    grads = _call(_Backward, torch.ops.lazymax.attention_backward, grad_out, grad_lse, q, k, v, *ctx.rules)
+    transformed = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+    operator: Any = _Backward.apply if transformed else torch.ops.lazymax.attention_backward
+    grads = operator(grad_out, grad_lse, q, k, v, *ctx.rules)
     return (*grads, None, None, None, None, None, None, None, None)
 
 
@@ -201,15 +237,21 @@ class _Backward(torch.autograd.Function):
         return torch.ops.lazymax.attention_backward(*inputs)  # type: ignore[no-any-return]
 
 
-def _call(function: type[torch.autograd.Function], operator: Any, *inputs: Any) -> Any:
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        return function.apply(*inputs)  # type: ignore[no-untyped-call]
-    return operator(*inputs)
-
-
 def forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """`torch.ops.lazymax.attention_forward` that also works under torch.func transforms (grad, vmap, mixtures)."""
-    return _call(_Forward, torch.ops.lazymax.attention_forward, *inputs)  # type: ignore[no-any-return]
+    """`torch.ops.lazymax.attention_forward`, which also works under torch.func transforms (grad, vmap, their mixtures).
+
+    A plain eager call without gradients goes to the implementation directly: the dispatcher's way there through Python
+    costs more than the kernel at small sizes.
+    """
+    if torch.compiler.is_compiling():
+        return torch.ops.lazymax.attention_forward(*inputs)  # type: ignore[no-any-return]
+    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+        return _Forward.apply(*inputs)  # type: ignore[no-any-return,no-untyped-call]
+    q, k, v = inputs[:3]
+    plain = type(q) is type(k) is type(v) is torch.Tensor and torch._C._len_torch_dispatch_stack() == 0
+    if plain and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
+        return _forward(*inputs)
+    return torch.ops.lazymax.attention_forward(*inputs)  # type: ignore[no-any-return]
 
 
 def _fold(info: Any, in_dims: Sequence[int | None], tensors: Sequence[torch.Tensor | None]) -> list[Any]:

@@ -77,7 +77,7 @@ class Problem:
     @property
     def group(self) -> int:
         """Query heads per key head."""
-        return self.q_heads // self.kv_heads
+        return self.q_heads // self.kv_heads if self.kv_heads else 1
 
     @property
     def first_offset(self) -> int | None:
@@ -156,8 +156,11 @@ class Problem:
             dropout_p=dropout_p,
             fp32_precision=fp32_precision() if q.dtype == torch.float32 else "ieee",
             copied=tuple(name for name, t in named.items() if not _last_contiguous(t)),
-            wide=any(_last_contiguous(t) and t.shape[2] > 1 and t.stride(2) >= 2**23 for t in named.values()),
-            descriptor_refusal=_descriptor_refusal("q", q) or _descriptor_refusal("k", k) or _descriptor_refusal("v", v),
+            wide=output_strides(q, v.shape[3])[2] >= WIDE_STRIDE
+            or any(_last_contiguous(t) and t.shape[2] > 1 and t.stride(2) >= WIDE_STRIDE for t in named.values()),
+            descriptor_refusal=_descriptor_refusal("q", q)
+            or _descriptor_refusal("k", k)
+            or _descriptor_refusal("v", v),
         )
 
     @classmethod
@@ -187,7 +190,8 @@ class Problem:
     @classmethod
     def from_shape(cls, shape: Sequence[int], dtype: torch.dtype | str, **rules: Any) -> "Problem":
         """From (B, Hq, Hkv, Sq, Sk, D[, D_v]) and a dtype, as if contiguous; other arguments as in `from_call`."""
-        if len(shape) not in (6, 7) or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in shape):
+        sizes_only = isinstance(shape, Sequence) and all(type(n) is int and n >= 0 for n in shape)
+        if not sizes_only or len(shape) not in (6, 7):
             raise ValueError(f"shape: got {shape!r}, expected 6 or 7 sizes: B, Hq, Hkv, Sq, Sk, D[, D_v]")
         batch, q_heads, kv_heads, q_len, kv_len, head_dim = shape[:6]
         kind = parse_dtype(dtype)
@@ -203,9 +207,9 @@ def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
     """A torch dtype, its name, or fp16, bf16, fp32, fp64."""
     if isinstance(dtype, torch.dtype):
         return dtype
-    found = DTYPES.get(dtype, getattr(torch, dtype, None))
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"dtype: got {dtype!r}, expected one of {', '.join(DTYPES)} or a torch dtype")
+    found = DTYPES.get(dtype, getattr(torch, dtype, None)) if isinstance(dtype, str) else None
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(f"dtype: got {dtype!r}, expected one of {', '.join(DTYPES)} or a floating-point torch dtype")
     return found
 
 
@@ -213,11 +217,27 @@ def _below(q_len: int, kv_len: int, offset: int | None) -> int:
     """Pairs (i, j) with 0 <= j <= i + offset, j < kv_len; all pairs if offset is None."""
     if offset is None:
         return q_len * kv_len
-    lowest, highest = max(0, -offset), min(q_len, kv_len - 1 - offset)  # queries with 1..kv_len visible keys, exclusive
+    # Queries lowest..highest - 1 see 1 to kv_len - 1 keys, one more each; those after them see all.
+    lowest, highest = min(q_len, max(0, -offset)), min(q_len, kv_len - 1 - offset)
     ramp = max(0, highest - lowest)
     full = q_len - max(lowest, min(q_len, max(0, highest)))
     first = lowest + offset + 1
     return ramp * first + ramp * (ramp - 1) // 2 + full * kv_len
+
+
+WIDE_STRIDE = 2**23  # of rows; times the at most 128 rows of a tile it stays below 2**31
+
+
+def output_strides(q: torch.Tensor, v_head_dim: int) -> list[int]:
+    """Strides of an output (B, Hq, Sq, D_v) that is dense in the order in which q stores its dimensions."""
+    stored = q.stride()
+    strides = [0, 0, 0, 1]
+    step: Any = v_head_dim
+    # Innermost first; an expanded dimension (stride 0) has no place of its own and goes outside, as if it were stored.
+    for dim in sorted((2, 1, 0), key=lambda dim: (stored[dim] == 0, stored[dim])):
+        strides[dim] = step
+        step = step * q.shape[dim]
+    return strides
 
 
 def default_scale(head_dim: int) -> float:
@@ -225,7 +245,7 @@ def default_scale(head_dim: int) -> float:
 
 
 def default_threshold(threshold: float | None) -> float:
-    """Log2 units. 8: probabilities up to 2**8 are exact in any 16-bit P (and in fp32)."""
+    """Log2 units. 8: probabilities up to 2**8 fit any 16-bit P with room to spare."""
     if threshold is None:
         return 8.0
     if not 0.0 <= threshold <= 8.0:
@@ -291,9 +311,10 @@ def _descriptor_refusal(name: str, t: torch.Tensor) -> str | None:
     """The rules of cuTensorMapEncodeTiled, as far as a caller can break them."""
     if t.numel() == 0:
         return f"{name} is empty"
-    if not _last_contiguous(t):
-        return None  # copied first
     size = t.element_size()
+    if not _last_contiguous(t):  # copied first, to rows without a gap
+        row = t.shape[3] * size
+        return None if row % 16 == 0 else f"{name}, copied, has rows of {row} bytes, expected a multiple of 16"
     if t.data_ptr() % 16 != 0:
         return f"{name} starts at an address that is no multiple of 16 bytes"
     for dim in range(3):

@@ -5,7 +5,9 @@ is the route for what no kernel takes. `backward` gives the gradients until ther
 the query rows in chunks, so that memory does not grow with Sq * Sk.
 """
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +15,20 @@ import torch.nn.functional as F
 from .problem import Problem
 
 CHUNK_SCORES = 1 << 26  # score elements held at once
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _without_autocast(function: Function) -> Function:
+    """A caller's autocast must not lower the precision that a reference computes in."""
+
+    @functools.wraps(function)
+    def wrapped(*tensors: Any, **options: Any) -> Any:
+        with torch.autocast(tensors[0].device.type, enabled=False):
+            return function(*tensors, **options)
+
+    return wrapped  # type: ignore[return-value]
 
 
 def keep(rows: torch.Tensor, kv_len: int, first_offset: int | None, last_offset: int | None) -> torch.Tensor:
@@ -68,6 +84,7 @@ def _weighted(p: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return out
 
 
+@_without_autocast
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -100,9 +117,12 @@ def fallback(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem
     """What runs when no kernel does: (out in q's dtype, LSE as float32, empty unless `problem.return_lse`).
 
     torch's own SDPA where it means the same: no window, no LSE, positive scale (its CPU kernel gives NaN for causal
-    with scale <= 0, pytorch#105202), equal head dims; the oracle in `compute_dtype` elsewhere.
+    with scale <= 0, pytorch#105202), no NaN or inf that a causal mask must hide; the oracle in `compute_dtype`
+    elsewhere.
     """
-    plain = problem.window == (None, None) and not (problem.causal and problem.align != "top_left")
+    plain = problem.window == (None, None)
+    if problem.causal:
+        plain &= problem.align == "top_left" and bool(torch.isfinite(k).all() and torch.isfinite(v).all())
     if plain and not problem.return_lse and problem.scale > 0 and problem.kv_len and problem.head_dim:
         out = F.scaled_dot_product_attention(
             q, k, v, is_causal=problem.causal, scale=problem.scale, enable_gqa=problem.group > 1
@@ -112,6 +132,7 @@ def fallback(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem
     return out.to(q.dtype), lse.float() if problem.return_lse else q.new_empty(0, dtype=torch.float32)
 
 
+@_without_autocast
 def backward(
     grad_out: torch.Tensor,
     grad_lse: torch.Tensor | None,
@@ -128,16 +149,20 @@ def backward(
     dtype = compute_dtype(q.dtype)
     g = _grouped(grad_out, problem, dtype)
     queries, keys, values = _grouped(q, problem, dtype), k.to(dtype), v.to(dtype)
+    # A key outside a row's band has weight 0 and may hold anything; a row that does see NaN has NaN in p already.
+    clean_keys = keys.nan_to_num(0.0, 0.0, 0.0)
+    clean_queries = queries.nan_to_num(0.0, 0.0, 0.0)
     dlse = None if grad_lse is None else _grouped(grad_lse, problem, dtype)
     dq, dk, dv = torch.empty_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
     for rows in _chunks(problem):
         p, _ = _probabilities(_scores(queries, keys, rows, problem))
         dv += torch.einsum("bhgqk,bhgqd->bhkd", p, g[..., rows, :])
         dp = torch.einsum("bhgqd,bhkd->bhgqk", g[..., rows, :], values)
+        dp = torch.where(p == 0, 0.0, dp)
         shift = (p * dp).sum(-1)
         if dlse is not None:
             shift = shift - dlse[..., rows]
         ds = p * (dp - shift[..., None]) * problem.scale
-        dq[..., rows, :] = torch.einsum("bhgqk,bhkd->bhgqd", ds, keys)
-        dk += torch.einsum("bhgqk,bhgqd->bhkd", ds, queries[..., rows, :])
+        dq[..., rows, :] = torch.einsum("bhgqk,bhkd->bhgqd", ds, clean_keys)
+        dk += torch.einsum("bhgqk,bhgqd->bhkd", ds, clean_queries[..., rows, :])
     return dq.flatten(1, 2).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)

@@ -70,13 +70,14 @@ def poisoned(*size: int, dtype: torch.dtype, device: torch.device | str) -> torc
 def within_budget(
     actual: torch.Tensor, exact: torch.Tensor, lowered: torch.Tensor, *, eps: float, what: str = "out"
 ) -> Budget:
-    """Error budget: |actual - exact| <= 2 * |lowered - exact| + eps * |exact|, the two terms on the right taken as the
-    largest of their row (last dimension), plus 1e-6.
+    """Error budget: |actual - exact| <= 2 * |lowered - exact| + eps * |exact| + 1e-6, with the middle term taken as the
+    largest of its head (last two dimensions: one row of few columns samples its rounding badly) and |exact| as the
+    largest of its row.
 
     exact: float64. lowered: the same computation by torch in the precision that `actual` had, which says what error
     that precision costs on these inputs. Non-finite values must be equal. Refuses to compare an object with itself.
     """
-    if actual is exact or actual is lowered or actual.data_ptr() == exact.data_ptr() != 0:
+    if actual is exact or actual is lowered or actual.data_ptr() in {exact.data_ptr(), lowered.data_ptr()} - {0}:
         raise ValueError("within_budget: got the same tensor twice, the comparison could not fail")
     if actual.shape != exact.shape or lowered.shape != exact.shape:
         raise ValueError(f"within_budget: got shapes {actual.shape}, {exact.shape}, {lowered.shape}, expected one")
@@ -88,7 +89,7 @@ def within_budget(
     cost = (low - x64).abs().nan_to_num(0.0, 0.0, 0.0)
     size = x64.abs().nan_to_num(0.0, 0.0, 0.0)
     if x64.dim() > 1:
-        cost, size = cost.amax(-1, keepdim=True), size.amax(-1, keepdim=True)
+        cost, size = cost.amax((-2, -1), keepdim=True), size.amax(-1, keepdim=True)
     allowed = (2.0 * cost + eps * size + 1e-6).expand_as(gap)
     worst = int((gap - allowed).argmax())
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), gap.shape))

@@ -15,6 +15,7 @@ from ..arch import Arch
 from ..problem import Problem
 
 HALF = ("float16", "bfloat16")
+MAX_Q_TILES = 65535  # the second dimension of a grid, on CUDA and HIP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,7 @@ class When:
     max_head_dim: int | None = None  # of the larger of D and D_v, in elements
     dtypes: tuple[str, ...] | None = None
     causal: bool | None = None  # the band has a right bound
+    window: bool | None = None  # the band has a left bound
     min_programs: float | None = None  # programs of this row's size per multiprocessor
 
     def refusal(self, problem: Problem, arch: Arch, block_m: int) -> str | None:
@@ -35,6 +37,8 @@ class When:
             return f"for {' and '.join(self.dtypes)}, got {problem.dtype}"
         if self.causal is not None and self.causal != (problem.last_offset is not None):
             return "for causal problems" if self.causal else "for problems without a right bound"
+        if self.window is not None and self.window != (problem.first_offset is not None):
+            return "for windows" if self.window else "for problems without a left bound"
         programs = -(-problem.q_len // block_m) * problem.batch * problem.q_heads
         if self.min_programs is not None and programs < self.min_programs * arch.multiprocessors:
             return f"for {self.min_programs:g} programs per multiprocessor and more, got {programs} in all"
@@ -65,6 +69,8 @@ class Tile:
 
     def refusal(self, problem: Problem, arch: Arch) -> str | None:
         """Why this row cannot take the problem on this GPU, or None."""
+        if -(-problem.q_len // self.block_m) > MAX_Q_TILES:
+            return f"takes {MAX_Q_TILES * self.block_m} queries at most, got {problem.q_len}"
         if self.descriptors and not arch.descriptors:
             return f"needs tensor descriptors, {arch.id} has none"
         if self.descriptors and problem.descriptor_refusal:
@@ -74,11 +80,16 @@ class Tile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """A GPU family's table. `archs` empty: any GPU. `level`: the strongest proof so far, shown by `explain`."""
+    """A GPU family's table. `archs` empty: any GPU."""
 
     archs: tuple[str, ...]
-    level: str  # "run on H200", "emulated, not run on hardware", "compiled only, not run"
+    level: str  # the strongest proof so far: "run on H200", "emulated, not run on hardware", "compiled only, not run"
     forward: tuple[Tile, ...]
+    levels: tuple[tuple[str, str], ...] = ()  # of archs on which it was proved further: (id, level)
+
+    def level_on(self, arch: Arch) -> str:
+        """The level of the claim on one arch."""
+        return dict(self.levels).get(arch.id, self.level)
 
 
 @functools.cache
@@ -88,7 +99,12 @@ def registry() -> dict[str, Backend]:
     found: dict[str, Backend] = {}
     for module in sorted(pkgutil.iter_modules(__path__), key=lambda m: (m.name == "portable", m.name)):
         try:
-            found[module.name] = importlib.import_module(f"{__name__}.{module.name}.tiles").BACKEND
+            backend = importlib.import_module(f"{__name__}.{module.name}.tiles").BACKEND
+            if not isinstance(backend, Backend):
+                raise TypeError(f"BACKEND: got {type(backend).__name__}, expected a Backend")
+            if not backend.forward:
+                raise ValueError("BACKEND: got no rows, expected one without a condition at least")
+            found[module.name] = backend
         except Exception as error:
             warnings.warn(f"lazymax: backend {module.name} left out: {type(error).__name__}: {error}", stacklevel=2)
     return found

@@ -38,8 +38,9 @@ class Config(NamedTuple):
 
 
 @triton.jit
-def _sweep(q_tile, k, v, k_tiles, v_tiles, batch, kv_head, first_row, start, stop, m, l, acc, scale_log2, threshold, kv_len,
-           first_offset, last_offset, config, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, GUARDED: tl.constexpr):
+def _sweep(q_tile, k, v, k_tiles, v_tiles, batch, kv_head, first_row, start, stop, m, l, acc, scale_log2, threshold,
+           kv_len, first_offset, last_offset, config, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+           GUARDED: tl.constexpr):
     """Take the key blocks [start, stop) into the running state (m, l, acc). GUARDED: the cold path, by pointers, with
     the exact exponent and the guarded product."""
     DESCRIPTOR: tl.constexpr = config.DESCRIPTOR and not GUARDED
@@ -105,8 +106,9 @@ def attention_forward(q, k, v, out, lse, q_tiles, k_tiles, v_tiles, scale_log2, 
     batch).
 
     q, k, v, out: `memory.View`. q_tiles, k_tiles, v_tiles: tensor descriptors of them, or None. lse: fp32 (batch,
-    q_heads, q_len), natural log. scale_log2: |scale| times log2(e), not 0. threshold: of the lazy rescale, in log2 units.
-    first_offset, last_offset: the band, see `bounds.kv_range`. Lengths are not specialised: one build serves them all.
+    q_heads, q_len), natural log. scale_log2: |scale| times log2(e), not 0. threshold: of the lazy rescale, in log2
+    units. first_offset, last_offset: the band, see `bounds.kv_range`. Lengths are not specialised: one build serves
+    them all.
 
     The heads of a batch element run side by side, tile by tile: heads of a group share their keys in L2, and under a
     causal mask the longest tiles start first. Plain program ids, not divisions of one, keep head and batch in uniform
@@ -139,14 +141,12 @@ def attention_forward(q, k, v, out, lse, q_tiles, k_tiles, v_tiles, scale_log2, 
                            scale_log2, threshold, kv_len, first_offset, last_offset, config, BLOCK_N, True, False)
     m, l, acc = _sweep(q_tile, k, v, k_tiles, v_tiles, batch, kv_head, first_row, inner_start, inner_stop, m, l, acc,
                        scale_log2, threshold, kv_len, first_offset, last_offset, config, BLOCK_N, False, False)
-    m, l, acc = _sweep(q_tile, k, v, k_tiles, v_tiles, batch, kv_head, first_row, inner_stop, stop, m, l, acc, scale_log2,
-                       threshold, kv_len, first_offset, last_offset, config, BLOCK_N, True, False)
+    m, l, acc = _sweep(q_tile, k, v, k_tiles, v_tiles, batch, kv_head, first_row, inner_stop, stop, m, l, acc,
+                       scale_log2, threshold, kv_len, first_offset, last_offset, config, BLOCK_N, True, False)
     _store(out, lse, batch, head, head_index, first_row, q_len, m, l, acc, scale_log2, config)
-    # Two things the loops above do not care about, because caring costs: scores so large that the fused exponent is off,
-    # and 0 * NaN, a value outside a row's band but inside its tile that poisoned the row. Both show at the end.
-    suspect = tl.max(softmax.needs_exact(m, scale_log2), 0)
-    if config.HAS_FIRST or config.HAS_LAST:
-        suspect = tl.maximum(suspect, tl.max((acc != acc).to(tl.int32)))
+    # Two things the loops above do not care about, because caring costs: scores so large that the fused exponent is
+    # off, and 0 * NaN, a value outside a row's band but inside its tile that poisoned the row. Both show at the end.
+    suspect = tl.maximum(tl.max(softmax.needs_exact(m, l, scale_log2)), tl.max((acc != acc).to(tl.int32)))
     if suspect > 0:
         _rewrite_guarded(q, k, v, out, lse, batch, head, kv_head, head_index, first_row, start, stop, scale_log2,
                          threshold, q_len, kv_len, first_offset, last_offset, config)

@@ -21,9 +21,11 @@ def narrow(x, dtype: tl.constexpr, UPCAST: tl.constexpr):
     (3.6 to 3.9), so the rounding is done on the bits before."""
     if UPCAST:
         bits = x.to(tl.int32, bitcast=True)
-        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
-        x = tl.where(x - x == 0.0, rounded, x)  # NaN and inf stay what they are
-    return x.to(dtype)
+        bits = tl.where(x != x, 0x7FC00000, bits + 0x7FFF + ((bits >> 16) & 1))
+        y = (bits >> 16).to(tl.int16).to(dtype, bitcast=True)
+    else:
+        y = x.to(dtype)
+    return y
 
 
 @triton.jit

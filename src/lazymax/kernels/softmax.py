@@ -9,8 +9,7 @@ import triton
 import triton.language as tl
 
 LN2 = tl.constexpr(0.6931471805599453)
-# A pivot before the first visible key: finite, so that no inf - inf arises, and below any score that fp32 products of
-# 16-bit inputs reach.
+# A pivot before the first visible key: finite, so that no inf - inf arises. Scores below it count as masked.
 NEVER = tl.constexpr(-3.0e38)
 FUSED_LIMIT = tl.constexpr(1048576.0)  # 2**20 log2 units, see `exponent`
 
@@ -19,22 +18,23 @@ FUSED_LIMIT = tl.constexpr(1048576.0)  # 2**20 log2 units, see `exponent`
 def exponent(s, pivot, scale_log2, EXACT: tl.constexpr):
     """The exponent of a probability, log2 units: (s - pivot) * scale * log2(e). scale_log2 > 0.
 
-    Fused: one multiply-add per score. The product of score and scale is not rounded but the pivot's is, so the result is
-    off by up to half a unit in the last place of pivot * scale_log2: no more than fp32 scores of that size are off
+    Fused: one multiply-add per score. The product of score and scale is not rounded but the pivot's is, so the result
+    is off by up to half a unit in the last place of pivot * scale_log2: no more than fp32 scores of that size are off
     themselves, but above 2**31 it overflows exp2 (bf16 inputs near 1e5 gave NaN elsewhere). `needs_exact` tells.
     Exact: the difference first; never positive for the row's maximum, whatever its size.
     """
     if EXACT:
         x = (s - pivot[:, None]) * scale_log2
     else:
-        x = s * scale_log2 - (pivot * scale_log2)[:, None]
+        x = s * scale_log2 - tl.maximum(pivot * scale_log2, NEVER)[:, None]
     return x
 
 
 @triton.jit
-def needs_exact(m, scale_log2):
-    """Rows (0 or 1) whose scores are too large for the fused exponent. m: pivots."""
-    return ((m > NEVER) & (tl.abs(m * scale_log2) > FUSED_LIMIT)).to(tl.int32)
+def needs_exact(m, l, scale_log2):
+    """Rows (0 or 1) whose scores are too large for the fused exponent: the final pivot m is, or an earlier one was and
+    its overflow has left the sum l infinite or NaN."""
+    return (((m > NEVER) & (tl.abs(m * scale_log2) > FUSED_LIMIT)) | (l - l != 0.0)).to(tl.int32)
 
 
 @triton.jit

@@ -4,28 +4,27 @@ from .. import HALF, Backend, Tile, When
 
 COMPILED = "compiled only, not run; 2026-11-29, Triton 3.6.0 and 3.9.0"
 
-# 32 rows a wave: below 128 rows on 4 waves Triton repeats half of Q K^T (48 mfma for 64x64x128 instead of 32).
+# 32 rows a wave where LDS allows: with fewer, Triton repeats part of Q K^T (64x64x128 on 4 waves: 48 mfma, not 32).
+# LDS at half of the 64 KB, so that two programs fit: a table that fills it fails or runs alone (aiter#4329, #3257).
 BACKEND = Backend(
     archs=("gfx942",),
     level="compiled only, not run",
     forward=(
         Tile(
             block_m=128, block_n=64, num_warps=4, num_stages=1, when=When(max_head_dim=64, dtypes=HALF),
-            reason="240 registers: two waves a SIMD hide each other's softmax; two stages take 300", provenance=COMPILED,
+            reason="at most 256 registers, so two waves a SIMD; two stages take 300", provenance=COMPILED,
         ),
         Tile(
             block_m=128, block_n=64, num_warps=4, num_stages=1, when=When(max_head_dim=128, dtypes=HALF),
-            reason="64 keys share the cost of a rescale: 702 instructions against 876 of twice 32 keys; LDS 32 KB of 64",
-            provenance=COMPILED,
+            reason="702 instructions for 64 keys against 876 of twice 32 keys; 32 KB of LDS", provenance=COMPILED,
         ),
         Tile(
             block_m=64, block_n=32, num_warps=4, num_stages=1, when=When(dtypes=HALF),
-            reason="head dim 256 with 32 KB of LDS; 128x32 on 8 waves fills all 64 KB (aiter#4329, aiter#3257)",
-            provenance=COMPILED,
+            reason="head dim 256: 32 KB of LDS, where the Q of 128 rows would fill all 64", provenance=COMPILED,
         ),
         Tile(
-            block_m=32, block_n=16, num_warps=4, num_stages=1, reason="fp32 runs on the vector unit",
-            provenance=COMPILED,
+            block_m=32, block_n=16, num_warps=4, num_stages=1,
+            reason="fp32 products run on the vector unit, operands in registers", provenance=COMPILED,
         ),
     ),
 )  # fmt: skip

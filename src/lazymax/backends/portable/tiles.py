@@ -4,7 +4,8 @@ from .. import HALF, Backend, Tile, When
 
 BACKEND = Backend(
     archs=(),
-    level="run on H200 and in Triton's interpreter",
+    level="compiled only, not run",
+    levels=(("sm_90", "run on H200"), ("cpu", "run in Triton's interpreter")),
     forward=(
         Tile(
             block_m=64, block_n=32, num_warps=4, num_stages=2, when=When(max_head_dim=64, dtypes=HALF),

@@ -4,7 +4,7 @@ from .. import HALF, Backend, Tile, When
 
 COMPILED = "compiled only, not run; 2026-11-29, Triton 3.6.0 and 3.9.0"
 
-# Data-centre tiles ask for 105 KB and more (pytorch#133254); every row here stays below 80 KB of the 99.
+# Data-centre tiles ask for 105 KB and more (pytorch#133254); every row here stays below 70 KB of the 99.
 BACKEND = Backend(
     archs=("sm_86", "sm_89"),
     level="compiled only, not run",
@@ -28,8 +28,8 @@ BACKEND = Backend(
             reason="the same as sm_80: fp32 is bound by registers, which both have 64K of", provenance=COMPILED,
         ),
         Tile(
-            block_m=16, block_n=16, num_warps=4, num_stages=1,
-            reason="the same as sm_80: fp32 is bound by registers, which both have 64K of", provenance=COMPILED,
+            block_m=32, block_n=16, num_warps=8, num_stages=1,
+            reason="the same as sm_80: fp32 at head dim 256, its 50 KB fit here too", provenance=COMPILED,
         ),
     ),
 )  # fmt: skip

@@ -1,0 +1,66 @@
+"""Hopper (H100, H200): the portable kernel's rows, chosen on an H200. The ledger is docs/notes/sm_90.md."""
+
+from .. import HALF, Backend, Tile, When
+
+MEASURED = "H200, 2026-11-29, torch 2.11.0, Triton 3.6.0"
+
+BACKEND = Backend(
+    archs=("sm_90",),
+    level="run on H200",
+    forward=(
+        Tile(
+            block_m=128, block_n=128, num_warps=8, num_stages=2, max_registers=128, descriptors=True,
+            when=When(max_head_dim=64, dtypes=HALF, window=False, min_programs=2.0), tuned=True,
+            reason="two programs share an SM: one computes its softmax while the other multiplies",
+            provenance=f"{MEASURED}: best of 10 at D=64",
+        ),
+        Tile(
+            block_m=128, block_n=64, num_warps=8, num_stages=3, descriptors=True,
+            when=When(max_head_dim=64, dtypes=HALF, min_programs=2.0), tuned=True,
+            reason="with a window the row above spills",
+            provenance=f"{MEASURED}: 3% behind the best of 10 at D=64, without a window",
+        ),
+        Tile(
+            block_m=128, block_n=64, num_warps=8, num_stages=2, max_registers=128, descriptors=True,
+            when=When(max_head_dim=128, dtypes=HALF, min_programs=2.0), tuned=True,
+            reason="two programs share an SM: one computes its softmax while the other multiplies",
+            provenance=f"{MEASURED}: best of 19 at D=128",
+        ),
+        Tile(
+            block_m=64, block_n=64, num_warps=4, num_stages=3, descriptors=True,
+            when=When(max_head_dim=128, dtypes=HALF, min_programs=0.5), tuned=True,
+            reason="too few query tiles of 128 for two programs an SM",
+            provenance=f"{MEASURED}: best of 10 at B=1 H=16 S=512 and 1024",
+        ),
+        Tile(
+            block_m=64, block_n=64, num_warps=4, num_stages=3, when=When(max_head_dim=128, dtypes=HALF), tuned=True,
+            reason="a handful of programs: making descriptors costs the host more than they save; also for strides "
+            "that descriptors cannot take",
+            provenance=f"{MEASURED}: within 0.1 us of the best of 10 at B=1 H=2 S=64",
+        ),
+        Tile(
+            block_m=128, block_n=64, num_warps=8, num_stages=2, descriptors=True,
+            when=When(dtypes=HALF, min_programs=0.5), tuned=True,
+            reason="the accumulator of 128 x 256 takes half the registers: one program an SM, the largest that fits",
+            provenance=f"{MEASURED}: best of 7 at D=256",
+        ),
+        Tile(
+            block_m=64, block_n=32, num_warps=4, num_stages=2, when=When(dtypes=HALF),
+            reason="large heads without descriptors, or a handful of programs", provenance="run on H200, not searched",
+        ),
+        Tile(
+            block_m=32, block_n=32, num_warps=4, num_stages=2, when=When(max_head_dim=64),
+            reason="fp32: full-precision products run on the vector unit, registers limit the tile",
+            provenance=f"{MEASURED}: best of 9 at D=64",
+        ),
+        Tile(
+            block_m=32, block_n=32, num_warps=4, num_stages=1, when=When(max_head_dim=128),
+            reason="fp32, as above; a second stage costs more than it hides",
+            provenance=f"{MEASURED}: best of 9 at D=128",
+        ),
+        Tile(
+            block_m=16, block_n=32, num_warps=4, num_stages=1,
+            reason="fp32, as above", provenance=f"{MEASURED}: best of 9 at D=256",
+        ),
+    ),
+)  # fmt: skip

@@ -1,0 +1,64 @@
+"""How the tests run: compiled on a GPU if there is one, else in Triton's interpreter on CPU tensors.
+
+TRITON_INTERPRET has to be set before the first `import triton`, so it is set here, at the top. Tests that compile for
+absent GPUs need it unset: they start a fresh process with the `clean_env` fixture.
+"""
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # interpreted tiles are too small for threads, which only fight
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+import pytest
+import torch
+
+NO_GPU = "needs a GPU: torch.cuda.is_available() is False"
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("lazymax")
+    group.addoption("--slow", action="store_true", help="run the long sweeps too")
+    group.addoption("--fuzz-examples", type=int, metavar="N", help="examples per fuzz test (a GPU does thousands)")
+
+
+def pytest_configure(config):
+    # The interpreter computes with numpy, which warns where IEEE arithmetic is meant: inf - inf before the first
+    # visible key, 0 * NaN at a masked key, log2 of an empty row. Only there; a warning from our own code still shows.
+    for message in ("invalid value encountered", "divide by zero encountered", "overflow encountered"):
+        config.addinivalue_line("filterwarnings", f"ignore:{message}:RuntimeWarning:triton.runtime.interpreter")
+    # Triton 3.6 to 3.9 turn one-element arrays into loop bounds.
+    config.addinivalue_line(
+        "filterwarnings", "ignore:Conversion of an array:DeprecationWarning:triton.runtime.interpreter"
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason=NO_GPU))
+    if not config.getoption("--slow"):
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        if slow:
+            config.hook.pytest_deselected(items=slow)
+            items[:] = [item for item in items if not item.get_closest_marker("slow")]
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    """Where the kernels run: "cuda" compiled, or "cpu" interpreted."""
+    return "cpu" if INTERPRETED else "cuda"
+
+
+@pytest.fixture
+def clean_env() -> dict[str, str]:
+    """Environment for a fresh process that sees this checkout and no interpreter."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    source = str(Path(__file__).parents[1] / "src")
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (source, env.get("PYTHONPATH"))))
+    return env

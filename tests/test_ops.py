@@ -1,0 +1,727 @@
+"""The torch operators: what torch.library, compile, export, vmap, autograd and CUDA graphs expect of them."""
+
+import copy
+import itertools
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+import lazymax
+from lazymax import ops
+from lazymax.problem import Problem
+from lazymax.testing import EPS, check_attention, make_qkv, within_budget
+
+FORWARD, BACKWARD = torch.ops.lazymax.attention_forward, torch.ops.lazymax.attention_backward
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def leaves(qkv: Any) -> Any:
+    return tuple(t.detach().clone().requires_grad_() for t in qkv)
+
+
+def stored(t: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+    """The same values, dense in this order of dimensions."""
+    return t.permute(order).contiguous().permute([order.index(dim) for dim in range(t.dim())])
+
+
+def assert_within(actual: torch.Tensor, exact: torch.Tensor, low: torch.Tensor, what: str) -> None:
+    eps = EPS[actual.dtype]
+    budget = within_budget(actual.detach(), exact.detach().double(), low.detach().clone(), eps=eps, what=what)
+    assert budget.ok, str(budget)
+
+
+def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+    """Out and LSE by the textbook formula, for autograd; written apart from `lazymax.reference`. Rows without keys
+    have out 0 and are left out of the LSE (0 there, so that a sum of it stays finite)."""
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    shift = k.shape[2] - q.shape[2] if problem.align == "bottom_right" else 0
+    left, right = problem.window
+    keep = torch.tensor(
+        [
+            [
+                not (problem.causal and j > i + shift)
+                and (left is None or j >= i + shift - left)
+                and (right is None or j <= i + shift + right)
+                for j in range(k.shape[2])
+            ]
+            for i in range(q.shape[2])
+        ],
+        dtype=torch.bool,
+        device=q.device,
+    ).reshape(q.shape[2], k.shape[2])
+    weights = torch.exp(q @ k.mT * problem.scale) * keep
+    total = weights.sum(-1, keepdim=True)
+    total = torch.where(total == 0, 1.0, total)
+    return weights / total @ v, total.log().squeeze(-1)
+
+
+# ---- torch.library.opcheck
+
+
+@dataclass(frozen=True)
+class Op:
+    id: str
+    sizes: tuple[int, ...] = (2, 2, 1, 19, 37, 16)
+    rules: tuple[Any, ...] = (False, None, None, "top_left", None)  # causal, left, right, align, scale
+    impl: str = "auto"
+    return_lse: bool = True
+    order: tuple[int, ...] = (0, 1, 2, 3)  # of q in memory
+    grad: bool = True
+    dtype: torch.dtype = torch.float32
+
+    def qkv(self, device: str) -> Tensors:
+        q, k, v = make_qkv(*self.sizes, dtype=self.dtype, device=device)
+        return stored(q, self.order), k, v
+
+
+OPS = (
+    Op("plain"),
+    Op("stored as B, S, H, D", order=(0, 2, 1, 3)),
+    Op("stored as H, B, S, D, no LSE", order=(1, 0, 2, 3), return_lse=False),
+    Op("D_v, causal", (2, 2, 2, 19, 19, 16, 24), (True, None, None, "bottom_right", 0.3)),
+    Op("window, no gradient", rules=(False, 5, 2, "top_left", None), grad=False),
+    Op("reference", (3, 2, 1, 9, 17, 8), (True, None, None, "top_left", None), impl="reference"),
+    Op("fp16", order=(0, 2, 1, 3), dtype=torch.float16),
+    Op("one query", (2, 2, 1, 1, 37, 16)),
+)
+
+
+@pytest.mark.parametrize("case", OPS, ids=lambda case: case.id)
+def test_opcheck_of_the_forward(case: Op, device: str) -> None:
+    qkv = case.qkv(device)
+    if case.grad:
+        qkv = tuple(
+            stored(t.detach(), case.order if i == 0 else (0, 1, 2, 3)).requires_grad_() for i, t in enumerate(qkv)
+        )
+    torch.library.opcheck(FORWARD, (*qkv, *case.rules, case.impl, None, case.return_lse))
+
+
+@pytest.mark.parametrize("case", OPS[:5], ids=lambda case: case.id)
+def test_opcheck_of_the_backward(case: Op, device: str) -> None:
+    q, k, v = case.qkv(device)
+    grad_out = stored(torch.randn(*q.shape[:3], v.shape[3], device=device), case.order)
+    grad_lse = torch.randn(q.shape[:3], device=device) if case.return_lse else None
+    torch.library.opcheck(BACKWARD, (grad_out, grad_lse, q, k, v, *case.rules))
+
+
+# ---- strides
+
+
+ORDERS = [(*order, 3) for order in itertools.permutations(range(3))] + [(0, 1, 3, 2), (3, 2, 1, 0)]
+
+
+@dataclass(frozen=True)
+class Stride:
+    id: str
+    sizes: tuple[int, ...]
+    make: Callable[[torch.Tensor], torch.Tensor]
+
+
+STRIDES = [
+    *(Stride(f"order {order}", (2, 4, 2, 7, 9, 8, 6), lambda q, order=order: stored(q, order)) for order in ORDERS),
+    Stride("sliced", (2, 4, 2, 7, 9, 8, 6), lambda q: torch.cat([q, q], 2)[:, :, 3:10]),
+    Stride("broadcast batch", (2, 4, 2, 7, 9, 8), lambda q: q[:1].expand_as(q)),
+    Stride("broadcast heads", (2, 4, 2, 7, 9, 8), lambda q: q[:, :1].expand_as(q)),
+    Stride("one query", (2, 4, 2, 1, 9, 8), lambda q: stored(q, (0, 2, 1, 3))),
+    Stride("one head", (2, 1, 1, 7, 9, 8), lambda q: stored(q, (2, 0, 1, 3))),
+    Stride("one batch", (1, 4, 2, 7, 9, 8), lambda q: q.as_strided(q.shape, (3, 56, 8, 1))),
+    Stride("empty", (2, 4, 2, 0, 9, 8), lambda q: stored(q, (0, 2, 1, 3))),
+]
+
+
+@pytest.mark.parametrize("case", STRIDES, ids=lambda case: case.id)
+def test_real_and_fake_strides_are_the_same_and_dense(case: Stride, device: str) -> None:
+    q, k, v = make_qkv(*case.sizes, dtype=torch.float16, device=device)
+    q = case.make(q)
+    rules, impl = (False, None, None, "top_left", None), "reference"  # every route writes into the same output
+    real = FORWARD(q, k, v, *rules, impl, None, True)
+    back = BACKWARD(real[0], real[1], q, k, v, *rules)
+    with FakeTensorMode() as mode:
+        fq, fk, fv = (mode.from_tensor(t) for t in (q, k, v))
+        fake = FORWARD(fq, fk, fv, *rules, impl, None, True)
+        fake_back = BACKWARD(fake[0], fake[1], fq, fk, fv, *rules)
+    for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), (*real, *back), (*fake, *fake_back), strict=True):
+        got = (x.shape, x.stride(), x.dtype, x.device, x.storage_offset())
+        assert got == (y.shape, y.stride(), y.dtype, y.device, y.storage_offset()), name
+    out = real[0]
+    assert out.stride(3) == 1 or out.numel() == 0
+    dense = sorted(range(4), key=lambda dim: -out.stride(dim))
+    assert out.permute(dense).is_contiguous() or out.numel() == 0
+    by_q = sorted((d for d in range(3) if q.shape[d] > 1), key=lambda d: -q.stride(d))
+    by_out = sorted((d for d in range(3) if q.shape[d] > 1), key=lambda d: -out.stride(d))
+    assert by_q == by_out or 0 in q.stride()[:3] or out.numel() == 0
+
+
+# ---- torch.compile
+
+
+@pytest.fixture
+def strict_compile() -> Iterator[None]:
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        yield
+    torch._dynamo.reset()
+
+
+@dataclass(frozen=True)
+class Compiled:
+    id: str
+    call: Callable[..., Any]
+    sizes: tuple[int, ...] = (2, 2, 1, 16, 16, 16)
+    order: tuple[int, ...] = (0, 1, 2, 3)
+    lengths: tuple[tuple[int, int], ...] = ((17, 17), (33, 33), (40, 40))
+    backend: str = "aot_eager"
+    dtype: torch.dtype = torch.float32
+
+
+COMPILED = (
+    Compiled("attention", lambda q, k, v: lazymax.attention(q, k, v)),
+    Compiled(
+        "causal, LSE",
+        lambda q, k, v: sum(t.sum() for t in lazymax.attention(q, k, v, causal="top_left", return_lse=True)),
+    ),
+    Compiled(
+        "cross", lambda q, k, v: lazymax.attention(q, k, v, window=(9, None)), lengths=((17, 40), (33, 41), (9, 70))
+    ),
+    Compiled("drop-in", lambda q, k, v: lazymax.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)),
+    Compiled(
+        "stored as B, S, H, D",
+        lambda q, k, v: lazymax.attention(q, k, v).transpose(1, 2).flatten(2),
+        order=(0, 2, 1, 3),
+    ),
+    Compiled(
+        "bshd",
+        lambda q, k, v: lazymax.attention(q.mT.mT.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), layout="bshd"),
+    ),
+    Compiled(
+        "inductor",
+        lambda q, k, v: lazymax.attention(q * 2, k + 1, v.sin()).transpose(1, 2).flatten(2) + 1,
+        order=(0, 2, 1, 3),
+        lengths=((19, 19), (37, 37)),
+        backend="inductor",
+    ),
+)
+
+
+@pytest.mark.parametrize("case", COMPILED, ids=lambda case: case.id)
+def test_one_compilation_serves_all_lengths_forward_and_backward(
+    case: Compiled, device: str, strict_compile: None
+) -> None:
+    compiled = torch.compile(case.call, fullgraph=True, dynamic=True, backend=case.backend)
+    for q_len, kv_len in case.lengths:
+        batch, q_heads, kv_heads, _, _, dim = case.sizes
+        qkv = make_qkv(batch, q_heads, kv_heads, q_len, kv_len, dim, dtype=case.dtype, device=device)
+        qkv = tuple(stored(t, case.order) for t in qkv)
+        ours, theirs = ([t.detach().requires_grad_() for t in qkv] for _ in range(2))
+        got, want = compiled(*ours), case.call(*theirs)
+        assert got.shape == want.shape and got.stride() == want.stride()
+        got.square().sum().backward()
+        want.square().sum().backward()
+        assert_within(got, want, want, "out")
+        for name, x, y in zip("qkv", ours, theirs, strict=True):
+            assert_within(x.grad, y.grad, y.grad, f"d{name}")
+
+
+def test_compiled_under_autocast(device: str, strict_compile: None) -> None:
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device, torch.bfloat16):
+            return lazymax.scaled_dot_product_attention(q, k, v)
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+    for length in (17, 33):
+        q, k, v = make_qkv(1, 2, 2, length, length, 16, dtype=torch.float32, device=device)
+        out = compiled(q, k, v.bfloat16())
+        assert out.dtype == torch.bfloat16 and torch.equal(out, call(q, k, v.bfloat16()))
+
+
+def test_bad_shapes_are_refused_while_tracing(strict_compile: None) -> None:
+    q, k, v = make_qkv(1, 2, 2, 9, 9, 16)
+    compiled = torch.compile(lazymax.attention, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="different head dims") as caught:
+        compiled(q, k[..., :8], v)
+    assert "ValueError" in repr(caught.value) + str(caught.value)
+
+
+# ---- export
+
+
+class Layer(torch.nn.Module):
+    """A user's module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return lazymax.scaled_dot_product_attention(q * self.scale, k, v, is_causal=True)
+
+
+def test_export_keeps_one_node_and_free_lengths(device: str) -> None:
+    qkv = make_qkv(2, 2, 2, 19, 19, 16, dtype=torch.float32, device=device)
+    length = torch.export.Dim("length", min=2, max=4096)
+    layer = Layer().to(device)
+    program = torch.export.export(layer, qkv, dynamic_shapes=({2: length},) * 3)
+    targets = [node.target for node in program.graph.nodes if node.op == "call_function"]
+    assert targets.count(torch.ops.lazymax.attention_forward.default) == 1
+    longer = make_qkv(2, 2, 2, 37, 37, 16, dtype=torch.float32, device=device)
+    assert torch.equal(program.module()(*longer), layer(*longer))
+
+
+def test_a_module_is_copied_and_pickled(device: str) -> None:
+    layer = Layer().to(device)
+    qkv = make_qkv(1, 2, 2, 9, 9, 16, dtype=torch.float32, device=device)
+    want = layer(*qkv)
+    assert torch.equal(copy.deepcopy(layer)(*qkv), want)
+    assert torch.equal(pickle.loads(pickle.dumps(layer))(*qkv), want)
+
+
+# ---- torch.func
+
+
+@dataclass(frozen=True)
+class Mapped:
+    id: str
+    in_dims: tuple[int | None, int | None, int | None]
+    rules: dict[str, Any] = field(default_factory=dict)
+
+
+MAPPED = (
+    Mapped("all in front", (0, 0, 0)),
+    Mapped("q at 1, k at 0, v unbatched", (1, 0, None)),
+    Mapped("q alone", (2, None, None), dict(causal="top_left")),
+    Mapped("v alone, last", (None, None, 4)),
+    Mapped("negative", (-1, -3, 0), dict(window=(5, 1))),
+)
+
+
+def batched(case: Mapped, device: str) -> list[torch.Tensor]:
+    parts = [make_qkv(1, 2, 1, 9, 17, 16, dtype=torch.float32, device=device, seed=seed) for seed in range(3)]
+    return [
+        parts[0][i] if dim is None else torch.stack([part[i] for part in parts], dim)
+        for i, dim in enumerate(case.in_dims)
+    ]
+
+
+def item(tensors: list[torch.Tensor], case: Mapped, index: int) -> list[torch.Tensor]:
+    return [t if dim is None else t.select(dim, index) for t, dim in zip(tensors, case.in_dims, strict=True)]
+
+
+@pytest.mark.parametrize("return_lse", [False, True], ids=["out", "lse"])
+@pytest.mark.parametrize("case", MAPPED, ids=lambda case: case.id)
+def test_vmap_is_a_loop(case: Mapped, return_lse: bool, device: str) -> None:
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        got = lazymax.attention(q, k, v, return_lse=return_lse, **case.rules)
+        return got if return_lse else (got,)
+
+    tensors = batched(case, device)
+    got = torch.func.vmap(call, case.in_dims)(*tensors)
+    want = [torch.stack(parts) for parts in zip(*(call(*item(tensors, case, i)) for i in range(3)), strict=True)]
+    for x, y in zip(got, want, strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("case", MAPPED[:3], ids=lambda case: case.id)
+def test_grad_under_vmap_is_a_loop_of_grads(case: Mapped, device: str) -> None:
+    def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out, lse = lazymax.attention(q, k, v, return_lse=True, **case.rules)
+        return out.square().sum() + lse.sum()
+
+    tensors = batched(case, device)
+    got = torch.func.vmap(torch.func.grad(loss, (0, 1, 2)), case.in_dims)(*tensors)
+    want = [torch.stack(g) for g in zip(*(torch.func.grad(loss, (0, 1, 2))(*item(tensors, case, i)) for i in range(3)),
+                                        strict=True)]  # fmt: skip
+    for name, x, y in zip("qkv", got, want, strict=True):
+        assert_within(x, y, y, f"d{name}")
+
+
+def test_vmap_of_vmap_and_backward_through_vmap(device: str) -> None:
+    q, k, v = (t.unflatten(0, (2, 3)) for t in make_qkv(6, 2, 1, 9, 17, 16, dtype=torch.float32, device=device))
+    q, k, v = (t.unsqueeze(2) for t in (q, k, v))
+    call = torch.func.vmap(torch.func.vmap(lambda *x: lazymax.attention(*x, causal="bottom_right")))
+    flat = [t.flatten(0, 2) for t in (q, k, v)]
+    got, want = call(q, k, v), lazymax.attention(*flat, causal="bottom_right")
+    assert torch.equal(got.flatten(0, 2), want)
+    ours, theirs = leaves((q, k, v)), leaves(flat)
+    call(*ours).square().sum().backward()
+    lazymax.attention(*theirs, causal="bottom_right").square().sum().backward()
+    for name, x, y in zip("qkv", ours, theirs, strict=True):
+        assert_within(x.grad.flatten(0, 2), y.grad, y.grad, f"d{name}")
+
+
+def test_forward_mode_is_refused_by_every_road(device: str) -> None:
+    q, k, v = make_qkv(1, 2, 2, 9, 9, 16, dtype=torch.float32, device=device)
+    with pytest.raises(NotImplementedError, match=r"forward-mode.*SDPBackend\.MATH"):
+        torch.func.jvp(lambda q: lazymax.attention(q, k, v), (q,), (q,))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            lazymax.attention(dual, k, v)
+
+
+def test_gradients_of_gradients_are_refused(device: str) -> None:
+    q, k, v = leaves(make_qkv(1, 2, 2, 9, 9, 16, dtype=torch.float32, device=device))
+    (dq,) = torch.autograd.grad(lazymax.attention(q, k, v).square().sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"gradients of gradients.*SDPBackend\.MATH"):
+        dq.square().sum().backward()
+    with pytest.raises(NotImplementedError, match="gradients of gradients"):
+        torch.func.grad(lambda q: torch.func.grad(lambda q: lazymax.attention(q, k, v).sum())(q).sum())(q)
+
+
+# ---- gradients
+
+
+@dataclass(frozen=True)
+class Grad:
+    id: str
+    sizes: tuple[int, ...]
+    rules: dict[str, Any] = field(default_factory=dict)
+
+
+GRADS = (
+    Grad("plain", (2, 2, 2, 4, 5, 3)),
+    Grad("grouped, D_v != D", (1, 4, 2, 3, 5, 4, 2)),
+    Grad("one key head", (2, 3, 1, 3, 4, 2)),
+    Grad("causal, top left", (1, 2, 2, 4, 6, 3), dict(causal="top_left")),
+    Grad("causal, bottom right", (1, 2, 1, 4, 6, 3), dict(causal="bottom_right")),
+    Grad("window", (1, 2, 2, 6, 6, 3), dict(window=(2, 1))),
+    Grad("window, bottom right", (1, 2, 2, 3, 6, 3), dict(window=(1, None), window_align="bottom_right")),
+    Grad("rows without keys", (1, 2, 2, 6, 3, 3), dict(causal="bottom_right")),
+    Grad("scale", (1, 2, 2, 4, 4, 3), dict(scale=-0.7)),
+    Grad("zero scale", (1, 2, 2, 4, 4, 3), dict(scale=0.0)),
+)
+
+
+@pytest.mark.parametrize("case", GRADS, ids=lambda case: case.id)
+def test_gradcheck(case: Grad, device: str) -> None:
+    q, k, v = leaves(make_qkv(*case.sizes, dtype=torch.float64, device=device))
+    assert torch.autograd.gradcheck(lambda q, k, v: lazymax.attention(q, k, v, **case.rules), (q, k, v))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", GRADS, ids=lambda case: case.id)
+def test_gradients_of_out_and_lse_against_the_textbook(case: Grad, dtype: torch.dtype, device: str) -> None:
+    qkv = make_qkv(*case.sizes, dtype=dtype, device=device)
+    problem = Problem.from_call(*qkv, return_lse=True, **case.rules)
+    weights = torch.randn(*qkv[0].shape[:3], qkv[2].shape[3], generator=torch.Generator().manual_seed(5)).to(device)
+
+    ours = leaves(qkv)
+    out, lse = lazymax.attention(*ours, return_lse=True, **case.rules)
+    torch.autograd.backward((out, lse), (weights.to(dtype), weights.mean(-1)))  # rows without keys get a gradient too
+    twins = []
+    for kind in (torch.float64, torch.float32):
+        twin = leaves([t.to(kind) for t in qkv])
+        out64, lse64 = plain(*twin, problem)
+        torch.autograd.backward((out64, lse64), (weights.to(dtype).to(kind), weights.mean(-1).to(kind)))
+        twins.append([t.grad.to(dtype) if kind == torch.float32 and dtype != torch.float64 else t.grad for t in twin])
+    for name, x, exact, low in zip("qkv", ours, *twins, strict=True):
+        assert x.grad.dtype == dtype
+        assert_within(x.grad, exact, exact if dtype == torch.float64 else low, f"d{name}")
+
+
+@dataclass(frozen=True)
+class GradOut:
+    id: str
+    make: Callable[[torch.Tensor], torch.Tensor]
+
+
+GRAD_OUTS = (
+    GradOut("stride 0", lambda g: g[:1, :1, :1, :1].expand_as(g)),
+    GradOut("stride 0 in the batch", lambda g: g[:1].expand_as(g)),
+    GradOut("transposed", lambda g: stored(g, (0, 2, 1, 3))),
+    GradOut("head dimension not contiguous", lambda g: stored(g, (0, 1, 3, 2))),
+    GradOut("a slice", lambda g: torch.cat([g, g], -1)[..., g.shape[3] :]),
+)
+
+
+@pytest.mark.parametrize("case", GRAD_OUTS, ids=lambda case: case.id)
+def test_grad_out_of_any_strides(case: GradOut, device: str) -> None:
+    qkv = make_qkv(2, 2, 1, 9, 17, 16, dtype=torch.float32, device=device)
+    grad = case.make(torch.randn(2, 2, 9, 16, generator=torch.Generator().manual_seed(5)).to(device))
+    ours, theirs = leaves(qkv), leaves(qkv)
+    lazymax.attention(*ours, causal="top_left").backward(grad)
+    lazymax.attention(*theirs, causal="top_left").backward(grad.contiguous())
+    for name, x, y in zip("qkv", ours, theirs, strict=True):
+        assert_within(x.grad, y.grad, y.grad, f"d{name}")
+
+
+def test_keys_outside_the_band_reach_no_gradient(device: str) -> None:
+    q, k, v = make_qkv(1, 2, 2, 9, 12, 16, dtype=torch.float32, device=device)
+    bad_k, bad_v = k.clone(), v.clone()
+    bad_k[:, :, 9:], bad_v[:, :, 9:] = float("nan"), float("inf")
+    grads = []
+    for qkv in (leaves((q, k, v)), leaves((q, bad_k, bad_v))):
+        lazymax.attention(*qkv, causal="top_left").square().sum().backward()
+        grads.append([t.grad for t in qkv])
+    for name, y, x in zip("qkv", *grads, strict=True):
+        assert_within(x, y, y, f"d{name}")
+
+
+@pytest.mark.parametrize("wanted", ["q", "k", "v", "qk", ""], ids=lambda names: f"for {names or 'none'}")
+def test_gradients_only_where_asked(wanted: str, device: str) -> None:
+    qkv = dict(zip("qkv", make_qkv(1, 2, 2, 9, 9, 16, dtype=torch.float32, device=device), strict=True))
+    for name in wanted:
+        qkv[name].requires_grad_()
+    out = lazymax.attention(**qkv)
+    assert out.requires_grad is bool(wanted)
+    if wanted:
+        out.sum().backward()
+    assert "".join(name for name, t in qkv.items() if t.grad is not None) == wanted
+
+
+def test_an_lse_that_nobody_uses_costs_no_gradient(device: str) -> None:
+    ours, theirs = (leaves(make_qkv(1, 2, 2, 9, 9, 16, dtype=torch.float32, device=device)) for _ in range(2))
+    lazymax.attention(*ours, return_lse=True)[0].square().sum().backward()
+    lazymax.attention(*theirs).square().sum().backward()
+    assert all(torch.equal(x.grad, y.grad) for x, y in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["new", "reentrant"])
+def test_activation_checkpointing(reentrant: bool, device: str) -> None:
+    ours, theirs = (leaves(make_qkv(1, 4, 2, 19, 19, 16, dtype=torch.float32, device=device)) for _ in range(2))
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return lazymax.attention(q * 2, k, v, causal="top_left").sin()
+
+    checkpoint(call, *ours, use_reentrant=reentrant).sum().backward()
+    call(*theirs).sum().backward()
+    assert all(torch.equal(x.grad, y.grad) for x, y in zip(ours, theirs, strict=True))
+
+
+# ---- empty and fake inputs
+
+
+@dataclass(frozen=True)
+class Empty:
+    id: str
+    sizes: tuple[int, ...]
+
+
+EMPTIES = (
+    Empty("no batch", (0, 4, 2, 5, 7, 8)),
+    Empty("no heads", (2, 0, 0, 5, 7, 8)),
+    Empty("no queries", (2, 4, 2, 0, 7, 8)),
+    Empty("no keys", (2, 4, 2, 5, 0, 8)),
+    Empty("no queries, no keys", (2, 4, 2, 0, 0, 8)),
+    Empty("no head dim", (2, 4, 2, 5, 7, 0, 8)),
+    Empty("no head dim of v", (2, 4, 2, 5, 7, 8, 0)),
+)
+
+
+@pytest.mark.parametrize("rules", [{}, dict(causal="bottom_right", window=(2, None))], ids=["full", "band"])
+@pytest.mark.parametrize("case", EMPTIES, ids=lambda case: case.id)
+def test_empty_inputs(case: Empty, rules: dict[str, Any], device: str) -> None:
+    qkv = make_qkv(*case.sizes, dtype=torch.float32, device=device)
+    leaf = leaves(qkv)
+    out, lse = lazymax.attention(*leaf, return_lse=True, **rules)
+    problem = Problem.from_call(*qkv, return_lse=True, **rules)
+    for budget in check_attention(out.detach(), lse.detach(), *qkv, problem):
+        assert budget.ok, str(budget)
+    if case.sizes[4] == 0:
+        assert (out == 0).all() and (lse == float("-inf")).all()
+    (out.sum() + lse.masked_fill(lse.isinf(), 0.0).sum()).backward()
+    for t in leaf:
+        assert t.grad.shape == t.shape and t.grad.isfinite().all()
+
+
+def test_fake_tensors() -> None:
+    with FakeTensorMode():
+        q, k, v = torch.empty(2, 4, 5, 8), torch.empty(2, 2, 7, 8), torch.empty(2, 2, 7, 6)
+        out, lse = lazymax.attention(q, k, v, causal="top_left", return_lse=True)
+        assert (out.shape, lse.shape, lse.dtype) == ((2, 4, 5, 6), (2, 4, 5), torch.float32)
+        assert lazymax.scaled_dot_product_attention(q, k, v, enable_gqa=True).shape == (2, 4, 5, 6)
+        with pytest.raises(ValueError, match="different head dims"):
+            lazymax.attention(q, k[..., :4], v)
+
+
+def test_tensors_on_different_devices_are_refused_by_the_operator() -> None:
+    q, k, v = make_qkv(1, 2, 2, 5, 5, 8)
+    with pytest.raises(ValueError, match="got devices cpu, cpu, meta, expected one"):
+        FORWARD(q, k, v.to("meta"), False, None, None, "top_left", None, "auto", None, False)
+
+
+# ---- the cache of decisions
+
+
+@pytest.fixture
+def decisions(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Problem]]:
+    """The problems that were decided during a test, starting from an empty cache."""
+    made: list[Problem] = []
+    real = ops._decide
+
+    def spy(*arguments: Any) -> Any:
+        decided = real(*arguments)
+        made.append(decided.problem)
+        return decided
+
+    monkeypatch.setattr(ops, "_decided", {})
+    monkeypatch.setattr(ops, "_decide", spy)
+    yield made
+
+
+def odd_address(t: torch.Tensor) -> torch.Tensor:
+    return torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
+
+
+@dataclass(frozen=True)
+class Variant:
+    id: str
+    change: Callable[[Tensors], Any] = lambda qkv: qkv
+    rules: dict[str, Any] = field(default_factory=dict)
+    new: bool = True
+
+
+VARIANTS = (
+    Variant("dtype", lambda qkv: [t.bfloat16() for t in qkv]),
+    Variant("fp32", lambda qkv: [t.float() for t in qkv]),
+    Variant("strides of q", lambda qkv: (stored(qkv[0], (0, 2, 1, 3)), *qkv[1:])),
+    Variant("strides of v", lambda qkv: (*qkv[:2], stored(qkv[2], (0, 2, 1, 3)))),
+    Variant("head dimension of k", lambda qkv: (qkv[0], stored(qkv[1], (0, 1, 3, 2)), qkv[2])),
+    Variant("address of q", lambda qkv: (odd_address(qkv[0]), *qkv[1:])),
+    Variant("address of k", lambda qkv: (qkv[0], odd_address(qkv[1]), qkv[2]), new=False),
+    Variant("address of v", lambda qkv: (*qkv[:2], odd_address(qkv[2])), new=False),
+    Variant("fewer queries", lambda qkv: (qkv[0][:, :, :-1], *qkv[1:])),
+    Variant("fewer keys", lambda qkv: (qkv[0], qkv[1][:, :, :-1], qkv[2][:, :, :-1])),
+    Variant("impl", rules=dict(impl="reference")),
+    Variant("scale", rules=dict(scale=0.3)),
+    Variant("scale of 1", rules=dict(scale=1)),
+    Variant("threshold", rules=dict(rescale_threshold=0)),
+    Variant("causal", rules=dict(causal="top_left")),
+    Variant("bottom right", rules=dict(causal="bottom_right")),
+    Variant("window", rules=dict(window=(3, 2))),
+    Variant("window, the other way", rules=dict(window=(2, 3))),
+    Variant("window, bottom right", rules=dict(window=(3, 2), window_align="bottom_right")),
+    Variant("LSE", rules=dict(return_lse=True)),
+)
+
+
+def test_no_two_problems_share_a_decision_and_none_is_made_twice(decisions: list[Problem], device: str) -> None:
+    base = make_qkv(1, 2, 2, 9, 17, 16, dtype=torch.float16, device=device)
+    variants = [Variant("plain"), *VARIANTS]
+    count = 0
+    for turn in range(2):
+        for case in variants:
+            count += case.new and turn == 0
+            qkv = case.change(base)
+            got = lazymax.attention(*qkv, **case.rules)
+            out, lse = got if case.rules.get("return_lse") else (got, None)
+            rules = {name: value for name, value in case.rules.items() if name != "impl"}
+            for budget in check_attention(out, lse, *qkv, Problem.from_call(*qkv, **rules)):
+                assert budget.ok, f"{case.id}: {budget}"
+            assert len(decisions) == count, case.id
+
+
+def test_the_cache_of_decisions_is_bounded(
+    decisions: list[Problem], monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    monkeypatch.setattr(ops, "_DECIDED_LIMIT", 4)
+    for length in range(1, 9):
+        q, k, v = make_qkv(1, 1, 1, length, length, 16, dtype=torch.float16, device=device)
+        out = lazymax.attention(q, k, v)
+        assert len(ops._decided) <= 4
+        for budget in check_attention(out, None, q, k, v, Problem.from_call(q, k, v)):
+            assert budget.ok, str(budget)
+    assert len(decisions) == 8
+
+
+def test_fp32_precision_is_part_of_the_problem(decisions: list[Problem], device: str) -> None:
+    q, k, v = make_qkv(1, 1, 1, 9, 9, 16, dtype=torch.float32, device=device)
+    before = torch.get_float32_matmul_precision()
+    try:
+        for precision in ("highest", "high", "highest"):
+            torch.set_float32_matmul_precision(precision)
+            lazymax.attention(q, k, v)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert [problem.fp32_precision for problem in decisions] == ["ieee", "tf32"]
+
+
+def test_fp32_precision_by_torchs_newer_switch(decisions: list[Problem], device: str) -> None:
+    """torch.get_float32_matmul_precision raises once the newer switch was used; a call of ours must not."""
+    q, k, v = make_qkv(1, 1, 1, 9, 9, 16, dtype=torch.float32, device=device)
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        for precision in ("ieee", "tf32"):
+            torch.backends.cuda.matmul.fp32_precision = precision
+            lazymax.attention(q, k, v)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    assert [problem.fp32_precision for problem in decisions] == ["ieee", "tf32"]
+
+
+def test_the_same_call_gives_the_same_bits(device: str) -> None:
+    q, k, v = make_qkv(1, 2, 1, 70, 70, 16, dtype=torch.float16, device=device)
+    first = lazymax.attention(q, k, v, causal="top_left", return_lse=True)
+    for _ in range(3):
+        again = lazymax.attention(q, k, v, causal="top_left", return_lse=True)
+        assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+
+
+# ---- the GPU
+
+
+def check(out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **rules: Any) -> None:
+    for budget in check_attention(out, None, q, k, v, Problem.from_call(q, k, v, **rules)):
+        assert budget.ok, str(budget)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [128, 333, 1000])
+def test_cuda_graph_replays_new_values_after_a_warm_up_at_another_length(length: int) -> None:
+    warm = make_qkv(1, 4, 2, 200, 200, 64, dtype=torch.float16, device="cuda")
+    lazymax.attention(*warm, causal="top_left")
+    torch.cuda.synchronize()
+    q, k, v = make_qkv(1, 4, 2, length, length, 64, dtype=torch.float16, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = lazymax.attention(q, k, v, causal="top_left")
+    for seed in (1, 2):
+        for t, new in zip((q, k, v), make_qkv(1, 4, 2, length, length, 64, seed=seed), strict=True):
+            t.copy_(new)
+        graph.replay()
+        torch.cuda.synchronize()
+        check(out, q, k, v, causal="top_left")
+
+
+@pytest.mark.gpu
+def test_runs_on_the_current_stream() -> None:
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)  # inputs are ready long after a launch on another stream would have read them
+        q, k, v = (t.clone() for t in make_qkv(1, 4, 2, 500, 500, 64, dtype=torch.float16, device="cuda"))
+        for t in (q, k, v):
+            t.mul_(2)
+        leaf = leaves((q, k, v))
+        out = lazymax.attention(*leaf)
+        out.sum().backward()
+    stream.synchronize()
+    check(out.detach(), q, k, v)
+    twin = leaves((q, k, v))
+    lazymax.attention(*twin).sum().backward()
+    assert all(torch.equal(x.grad, y.grad) for x, y in zip(leaf, twin, strict=True))
+
+
+@pytest.mark.gpu
+def test_inputs_on_a_gpu_that_is_not_the_current_one() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 GPUs, this machine has {torch.cuda.device_count()}")
+    assert torch.cuda.current_device() == 0
+    q, k, v = make_qkv(1, 4, 2, 300, 300, 64, dtype=torch.float16, device="cuda:1")
+    out = lazymax.attention(q, k, v, causal="top_left")
+    assert out.device == q.device and torch.cuda.current_device() == 0
+    check(out, q, k, v, causal="top_left")
+    with pytest.raises(ValueError, match="got devices cuda:1, cuda:0, cuda:1, expected one"):
+        lazymax.attention(q, k.to("cuda:0"), v)
+
+
+@pytest.mark.gpu
+def test_tensors_of_cpu_and_gpu_are_refused() -> None:
+    q, k, v = make_qkv(1, 4, 2, 9, 9, 64, dtype=torch.float16, device="cuda")
+    with pytest.raises(ValueError, match="got devices cuda:0, cpu, cuda:0, expected one"):
+        lazymax.attention(q, k.cpu(), v)
