@@ -234,6 +234,8 @@ def torchs(case: Same, device: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("case", SAME, ids=lambda case: case.id)
 def test_scaled_dot_product_attention_answers_as_torch_does(case: Same, device: str) -> None:
+    if device == "cuda" and case.call.get("dropout_p"):
+        pytest.skip("dropout is torch's to compute, and its fused CUDA kernels differ from its formula (NaN at 1)")
     if case.raises:
         with pytest.raises(Exception) as theirs:  # whatever torch raises
             (torchs if case.math else answer_default)(case, device)

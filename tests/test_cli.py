@@ -58,7 +58,7 @@ MISTAKES = {
     "bench overhead": (["bench", "--device", "cpu", "--overhead", "--shape", SHAPE], "--overhead"),
     "bench no gpu": (["bench", "--shape", SHAPE], "--device cpu"),
     "compile cpu": (["compile", "--arch", "cpu"], "arch: cpu"),
-    "verify dtype": (["verify", "--device", "cpu", "--dtype", "fp16,int8"], "--dtype: got torch.int8"),
+    "verify dtype": (["verify", "--device", "cpu", "--dtype", "fp16,int8"], "dtype: got 'int8'"),
     "compile dtype": (["compile", "--arch", "gfx1151", "--dtype", "fp64"], "--dtype: got float64"),
     "compile arch": (["compile", "--arch", "gfx9"], "arch: got 'gfx9'"),
 }
@@ -197,6 +197,7 @@ sys.exit(cli.main(["explain", "--shape", "1"]))"""
     assert result.stderr.startswith("lazymax: error: --shape") and result.stderr.count("\n") == 1
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here: the interpreter is for machines without")
 def test_bench_of_the_kernel_in_the_interpreter():
     pytest.importorskip("triton")
     arguments = ["--shape", "1,2,1,5,9,16", "--dtype", "fp16", "--device", "cpu", "--against", "sdpa"]

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from . import arch as arches
-from . import ops
+from . import ops, reference
 from .dispatch import Explanation, plan
 from .problem import Problem, align_of, parse_causal, parse_window
 
@@ -98,6 +98,10 @@ def scaled_dot_product_attention(
     """
     if attn_mask is not None and is_causal:
         raise RuntimeError(MASK_BESIDE_CAUSAL)
+    if attn_mask is not None and _simply_masked(query, key, value, attn_mask, dropout_p, scale, enable_gqa):
+        dtype = torch.get_autocast_dtype(query.device.type) if _autocasts(query) else query.dtype
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        return reference.masked(query, key, value, attn_mask, scale, enable_gqa)
     if not _simple(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -225,6 +229,21 @@ def _simple(
     if _autocasts(q):
         return all(t.dtype in _KERNEL_DTYPES for t in (q, k, v))
     return q.dtype == k.dtype == v.dtype and q.dtype in _KERNEL_DTYPES
+
+
+def _simply_masked(q: Any, k: Any, v: Any, mask: Any, dropout_p: Any, scale: Any, enable_gqa: Any) -> bool:
+    """Whether `reference.masked` takes the call as torch means it."""
+    if not all(isinstance(t, torch.Tensor) and t.layout == torch.strided for t in (q, k, v, mask)):
+        return False
+    if dropout_p != 0 or type(enable_gqa) is not bool or not (scale is None or isinstance(scale, int | float)):
+        return False
+    if not q.device == k.device == v.device == mask.device or min(q.dim(), k.dim(), v.dim()) < 3:
+        return False
+    if mask.dim() < 2 or (mask.dtype != torch.bool and not mask.is_floating_point()):
+        return False
+    if enable_gqa and (k.shape[-3] != v.shape[-3] or k.shape[-3] == 0 or q.shape[-3] % k.shape[-3]):
+        return False
+    return bool(_autocasts(q) or q.dtype == k.dtype == v.dtype) and q.is_floating_point()
 
 
 def _autocasts(t: torch.Tensor) -> bool:

@@ -34,6 +34,7 @@ class Plan:
     level: str  # how far this backend was proved
     reason: str
     rejected: tuple[Refused, ...]
+    least_columns: int = 64  # of a tile, see compat.least_columns; 64 is right everywhere
     notes: tuple[str, ...] = ()
 
     def describe(self) -> str:
@@ -130,7 +131,7 @@ def _triton_plan(
     rejected.append(Refused("reference", f"{name} takes the problem"))
     return Plan(
         route="triton", backend=name, tile=tile, rescale=rescale, level=backend.level_on(arch), reason=tile.reason,
-        rejected=tuple(rejected), notes=tuple(notes),
+        rejected=tuple(rejected), notes=tuple(notes), least_columns=compat.least_columns(arch.matrix_unit),
     )  # fmt: skip
 
 

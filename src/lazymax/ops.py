@@ -119,7 +119,7 @@ def _forward(
     rules = (causal, window_left, window_right, align, scale, rescale_threshold, return_lse)
     key = (
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device,
-        v.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15, impl, compat.interpreting(), rules,
+        v.device, q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15, impl, compat.interpreting(), rules,
         fp32_precision() if q.dtype == torch.float32 else None,
     )  # fmt: skip
     decision = _decided.get(key)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 
-from .problem import Problem
+from .problem import Problem, default_scale
 
 CHUNK_SCORES = 1 << 26  # score elements held at once
 
@@ -130,6 +130,35 @@ def fallback(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem
         return out, q.new_empty(0, dtype=torch.float32)
     out, lse = attention(q, k, v, problem, compute_dtype(q.dtype))
     return out.to(q.dtype), lse.float() if problem.return_lse else q.new_empty(0, dtype=torch.float32)
+
+
+@_without_autocast
+def masked(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Attention with a dense mask, torch's meaning: q (..., Hq, Sq, D), k (..., H, Sk, D), v (..., H, Sk, D_v) and a
+    mask (boolean, True keeps; or floating, added) that broadcast as matmul does. Differentiable, also in a floating
+    mask.
+
+    By formula in `compute_dtype`: torch's fused CUDA kernels are wrong or refuse on masks that users have (2.11: rows
+    of the lowest float, fp32 masks beside bf16, a last dimension that is not contiguous). Holds all scores at once.
+    """
+    dtype = compute_dtype(q.dtype)
+    if enable_gqa and q.shape[-3] != k.shape[-3]:
+        k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
+    scale = default_scale(q.shape[-1]) if scale is None else scale
+    s = torch.matmul(q.to(dtype), k.to(dtype).transpose(-2, -1)) * scale
+    s = s.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else s + mask.to(dtype)
+    if s.shape[-1] == 0:
+        return torch.matmul(s, v.to(dtype)).to(q.dtype)
+    empty = (s == float("-inf")).all(-1, keepdim=True)
+    p = torch.softmax(s.masked_fill(empty, 0.0), -1).masked_fill(empty, 0.0)
+    return torch.matmul(p, v.to(dtype)).to(q.dtype)
 
 
 @_without_autocast

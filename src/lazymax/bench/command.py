@@ -73,6 +73,7 @@ def run(options: argparse.Namespace) -> int:
         _check_plans(cases, dtypes, device, options.impl)
         _check_outputs(options)
     if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         torch.cuda.set_device(device)
     return _overhead(options, dtypes, device) if options.overhead else _run(options, cases, dtypes, peers, device)
 

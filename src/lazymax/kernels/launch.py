@@ -22,9 +22,9 @@ LOG2E = 1.4426950408889634
 TINY_SCALE = 2.0**-126  # for a scale of 0: its products with scores vanish, but -inf (masked) stays -inf
 
 
-def block_width(dim: int) -> int:
-    """Columns of a tile that holds `dim` columns: tensor shapes are powers of two, products take 16 at least."""
-    return max(16, triton.next_power_of_2(dim))
+def block_width(dim: int, least: int) -> int:
+    """Columns of a tile that holds `dim` columns: tensor shapes are powers of two."""
+    return max(least, triton.next_power_of_2(dim))
 
 
 def view_strides(t: torch.Tensor) -> tuple[int, ...]:
@@ -70,8 +70,8 @@ class ForwardLaunch:
         config = Config(
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
-            BLOCK_D=block_width(problem.head_dim),
-            BLOCK_DV=block_width(problem.v_head_dim),
+            BLOCK_D=block_width(problem.head_dim, plan.least_columns),
+            BLOCK_DV=block_width(problem.v_head_dim, plan.least_columns),
             D=problem.head_dim,
             D_V=problem.v_head_dim,
             GROUP=problem.group,

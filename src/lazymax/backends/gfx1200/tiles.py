@@ -14,7 +14,7 @@ BACKEND = Backend(
     forward=(
         Tile(
             block_m=64, block_n=64, num_warps=4, num_stages=1, when=When(max_head_dim=64, dtypes=HALF),
-            reason="the same as gfx1151: WMMA on 256 registers, of which 185 are used; 8 KB of LDS", provenance=COMPILED,
+            reason="the same as gfx1151: WMMA on 256 registers, of which 185 are used", provenance=COMPILED,
         ),
         Tile(
             block_m=128, block_n=32, num_warps=8, num_stages=1, when=When(max_head_dim=128, dtypes=HALF),
