@@ -47,6 +47,7 @@ class _Decision:
     out_size: tuple[int, ...]
     out_strides: list[int]
     lse_size: tuple[int, ...]
+    no_lse: torch.Tensor  # what the direct path passes where nobody asked for an LSE; has no elements
 
 
 # Bounded: cleared when full, which costs one planning per live problem.
@@ -65,7 +66,8 @@ def _decide(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: tuple[Any,
     lse_size = tuple(q.shape[:3]) if return_lse else (0,)
     out_size = (*q.shape[:3], v.shape[3])
     strides = output_strides(q, v.shape[3])
-    return _Decision(problem, arch, chosen, _prepare(problem, chosen), out_size, strides, lse_size)
+    no_lse = torch.empty(0, dtype=torch.float32, device=q.device)
+    return _Decision(problem, arch, chosen, _prepare(problem, chosen), out_size, strides, lse_size, no_lse)
 
 
 def _prepare(problem: Problem, chosen: Plan) -> Any:
@@ -115,11 +117,15 @@ def _forward(
     impl: str,
     rescale_threshold: float | None,
     return_lse: bool,
+    direct: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """The operator. direct: called past the dispatcher, so that an LSE nobody asked for need not be a fresh tensor."""
     rules = (causal, window_left, window_right, align, scale, rescale_threshold, return_lse)
+    device = q.device
     key = (
-        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device,
-        v.device, q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15, impl, compat.interpreting(), rules,
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, device, k.device,
+        v.device, q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15, impl, rules,
+        device.type == "cpu" and compat.interpreting(),
         fp32_precision() if q.dtype == torch.float32 else None,
     )  # fmt: skip
     decision = _decided.get(key)
@@ -128,8 +134,11 @@ def _forward(
             _decided.clear()
         decision = _decided[key] = _decide(q, k, v, rules, impl)
     problem = decision.problem
-    out = torch.empty_strided(decision.out_size, decision.out_strides, dtype=q.dtype, device=q.device)
-    lse = torch.empty(decision.lse_size, dtype=torch.float32, device=q.device)
+    out = torch.empty_strided(decision.out_size, decision.out_strides, dtype=q.dtype, device=device)
+    if direct and not return_lse:
+        lse = decision.no_lse
+    else:
+        lse = torch.empty(decision.lse_size, dtype=torch.float32, device=device)
     if problem.copied:
         q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v))
     if out.numel() == 0 and lse.numel() == 0:
@@ -250,7 +259,7 @@ def forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v = inputs[:3]
     plain = type(q) is type(k) is type(v) is torch.Tensor and torch._C._len_torch_dispatch_stack() == 0
     if plain and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
-        return _forward(*inputs)
+        return _forward(*inputs, True)
     return torch.ops.lazymax.attention_forward(*inputs)  # type: ignore[no-any-return]
 
 

@@ -113,7 +113,8 @@ class ForwardLaunch:
             q_tiles = describe(q, self.config.BLOCK_M.value, self.config.BLOCK_D.value)
             k_tiles = describe(k, rows, self.config.BLOCK_D.value)
             v_tiles = describe(v, rows, self.config.BLOCK_DV.value)
-        views = [View(t, *strides) for t, strides in zip((q, k, v, out), self.strides, strict=True)]
+        of_q, of_k, of_v, of_out = self.strides
+        views = View(q, *of_q), View(k, *of_k), View(v, *of_v), View(out, *of_out)
         return (*views, lse, q_tiles, k_tiles, v_tiles, *self.scalars, self.config)
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
