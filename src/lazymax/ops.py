@@ -259,7 +259,7 @@ def forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v = inputs[:3]
     plain = type(q) is type(k) is type(v) is torch.Tensor and torch._C._len_torch_dispatch_stack() == 0
     if plain and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
-        return _forward(*inputs, True)
+        return _forward(*inputs, True)  # type: ignore[call-arg]
     return torch.ops.lazymax.attention_forward(*inputs)  # type: ignore[no-any-return]
 
 
