@@ -11,7 +11,7 @@ BACKEND = Backend(
         Tile(
             block_m=128, block_n=128, num_warps=8, num_stages=2, max_registers=128, descriptors=True,
             when=When(max_head_dim=64, dtypes=HALF, window=False, min_programs=2.0),
-            reason="two programs share an SM: one computes its softmax while the other multiplies; not called tuned, for "
+            reason="two programs share an SM, see below; not called tuned, for "
             "Triton 3.9.0 spills 8 bytes of the causal build (3.6.0 none)",
             provenance=f"{MEASURED}: best of 10 at D=64",
         ),
