@@ -92,9 +92,14 @@ def scaled_dot_product_attention(
     """Drop-in for `torch.nn.functional.scaled_dot_product_attention`: the same arguments, meaning and errors.
 
     Shapes (N, ..., Hq, L, E), (N, ..., H, S, E), (N, ..., H, S, Ev) -> (N, ..., Hq, L, Ev); `is_causal` is the
-    upper-left triangle. Under torch.autocast the inputs are cast as torch casts them. What lazymax's kernels do not
-    take yet (dense masks, dropout, float64, other than 4 dimensions, broadcast batches) is computed by torch's own
-    function, which also raises torch's own errors; `lazymax.explain` says which route a call takes.
+    upper-left triangle. Under torch.autocast the inputs are cast as torch casts them. Dense masks,
+    which no kernel of ours takes yet, are computed by formula (`reference.masked`). The rest that the kernels do not
+    take (dropout, float64, other than 4 dimensions, broadcast batches) is computed by torch's own function, which also
+    raises torch's own errors; `lazymax.explain` says which route a call takes.
+
+    Raises:
+        RuntimeError: attn_mask beside is_causal, as torch documents, or key and value of different lengths.
+        whatever torch's function raises for a call that neither takes.
     """
     if attn_mask is not None and is_causal:
         raise RuntimeError(MASK_BESIDE_CAUSAL)
