@@ -219,17 +219,26 @@ def _simple(
         return False
     if scale is not None and not (isinstance(scale, int | float) and math.isfinite(scale)):
         return False
-    if mask is not None or dropout_p or not (q.dim() == k.dim() == v.dim() == 4):
+    if (
+        mask is not None
+        or dropout_p
+        or q.is_nested
+        or k.is_nested
+        or v.is_nested
+        or not q.device == k.device == v.device
+    ):
         return False
-    if q.is_nested or k.is_nested or v.is_nested or not q.device == k.device == v.device:
+    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape  # each look-up makes an object
+    if not len(q_shape) == len(k_shape) == len(v_shape) == 4:
         return False
-    if k.shape[2] != v.shape[2]:
+    batch, heads, _, head_dim = q_shape
+    if k_shape[2] != v_shape[2]:
         raise RuntimeError(  # torch's CPU kernel reads past the end of v here (2.13), its formula refuses
-            f"scaled_dot_product_attention: got key {tuple(k.shape)} and value {tuple(v.shape)}, expected one length"
+            f"scaled_dot_product_attention: got key {tuple(k_shape)} and value {tuple(v_shape)}, expected one length"
         )
-    if q.shape[0] != k.shape[0] or q.shape[0] != v.shape[0] or k.shape[1] != v.shape[1] or q.shape[3] != k.shape[3]:
+    if batch != k_shape[0] or batch != v_shape[0] or k_shape[1] != v_shape[1] or head_dim != k_shape[3]:
         return False
-    if q.shape[1] != k.shape[1] and (not enable_gqa or k.shape[1] == 0 or q.shape[1] % k.shape[1]):
+    if heads != k_shape[1] and (not enable_gqa or k_shape[1] == 0 or heads % k_shape[1]):
         return False
     if _autocasts(q):
         return all(t.dtype in _KERNEL_DTYPES for t in (q, k, v))
