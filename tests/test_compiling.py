@@ -19,7 +19,6 @@ PORTABLE_ARCHS = ("sm_80",)  # of the default run; all of them in the slow one
 # Prints one JSON line per compiled row, and one with the rows that no problem reached.
 COMPILE = """
 import json, sys
-from dataclasses import replace
 from lazymax import arch as arches, compiling
 from lazymax.backends import registry
 from lazymax.dispatch import plan
@@ -29,20 +28,18 @@ backend = registry()[name]
 for arch in map(arches.by_name, archs):
     found = {}
     for problem in compiling.problems(("bf16", "fp32")):
-        # Rows behind descriptor rows take what descriptors cannot read.
-        for asked in (problem, replace(problem, descriptor_refusal="test")):
-            chosen = plan(asked, arch, name)
-            band = (asked.first_offset is not None, asked.last_offset is not None)
-            found.setdefault((chosen.tile, asked.dtype, asked.head_dim, band), (asked, chosen))
+        chosen = plan(problem, arch, name)
+        band = (problem.first_offset is not None, problem.last_offset is not None)
+        found.setdefault((chosen.tile, problem.dtype, problem.head_dim, band), (problem, chosen))
     todo = list(found.items())
-    if not everything:  # each row once: bf16 and causal if it can be had, D=128 before 64 before 256; fp32 rows: one
+    if not everything:  # each row once, causal if possible; bf16 at D=128 before 64 before 256, fp32 at the least D
         best = {}
         for key, item in todo:
-            rank = (key[1] == "bfloat16", key[3] == (False, True), key[2] <= 128, key[2])
+            half = key[1] == "bfloat16"
+            rank = (half, key[3] == (False, True), half and key[2] <= 128, key[2] if half else -key[2])
             if key[0] not in best or rank > best[key[0]][0]:
                 best[key[0]] = (rank, key, item)
-        todo = [(key, item) for rank, key, item in best.values() if rank[0]]
-        todo += [(key, item) for rank, key, item in best.values() if not rank[0]][:1]
+        todo = [(key, item) for rank, key, item in best.values()]
     for (tile, *_), (problem, chosen) in todo:
         report = compiling.report(problem, chosen, arch)
         print(json.dumps(report.as_dict() | {"half": problem.dtype != "float32"}), flush=True)

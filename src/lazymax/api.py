@@ -104,16 +104,12 @@ def scaled_dot_product_attention(
     if attn_mask is not None and is_causal:
         raise RuntimeError(MASK_BESIDE_CAUSAL)
     if attn_mask is not None and _simply_masked(query, key, value, attn_mask, dropout_p, scale, enable_gqa):
-        dtype = torch.get_autocast_dtype(query.device.type) if _autocasts(query) else query.dtype
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        return reference.masked(query, key, value, attn_mask, scale, enable_gqa)
+        return reference.masked(*_autocast(query, key, value), attn_mask, scale, enable_gqa)
     if not _simple(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    if _autocasts(query):
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    query, key, value = _autocast(query, key, value)
     out, _ = ops.forward(query, key, value, bool(is_causal), None, None, "top_left", scale, "auto", None, False)
     return out
 
@@ -262,3 +258,11 @@ def _simply_masked(q: Any, k: Any, v: Any, mask: Any, dropout_p: Any, scale: Any
 
 def _autocasts(t: torch.Tensor) -> bool:
     return t.device.type != "meta" and torch.is_autocast_enabled(t.device.type)
+
+
+def _autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Cast as torch's function is cast under torch.autocast."""
+    if not _autocasts(q):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(q.device.type)
+    return q.to(dtype), k.to(dtype), v.to(dtype)

@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -187,13 +187,16 @@ BANDS: tuple[dict[str, Any], ...] = ({}, {"causal": "top_left"}, {"causal": "top
 
 
 def problems(dtypes: tuple[str, ...], head_dims: tuple[int, ...] = HEAD_DIMS) -> Iterator[Problem]:
-    """Problems that together select every row of a table: large and small, every band, each dtype and head dim."""
+    """Problems that together select every row of a table: large and small, every band, each dtype and head dim, with
+    strides that descriptors take and with others (rows behind descriptor rows serve those)."""
     for dtype in dtypes:
         for head_dim in head_dims:
             for rules in BANDS:
                 for batch, heads, length in ((4, 32, 4096), (1, 16, 1024), (1, 2, 256)):
                     shape = (batch, heads, heads, length, length, head_dim)
-                    yield Problem.from_shape(shape, dtype, return_lse=True, **rules)
+                    problem = Problem.from_shape(shape, dtype, return_lse=True, **rules)
+                    yield problem
+                    yield replace(problem, descriptor_refusal="compiled for strides that descriptors cannot take")
 
 
 def rows(arch: Arch, backend: Backend, dtypes: tuple[str, ...]) -> dict[tuple[Tile, str, int, bool, bool], Problem]:

@@ -33,7 +33,7 @@ def guarded_pv(p, v, acc, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     """acc + p @ v in which a key of weight 0 adds nothing, even where its value is NaN or inf.
 
     The finite values go through the dot as ever. The others enter as three counts in one more dot, kept apart by
-    factors of 2**8 (a block has at most 128 keys, so each count stays below 2**8 and every sum is exact).
+    factors of 2**8 (a block has at most 128 keys, see `Tile`, so each count stays below 2**8 and every sum is exact).
     """
     v32 = v.to(tl.float32)
     finite = v32 * 0.0 == 0.0
