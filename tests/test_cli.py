@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lazymax import cli, compat, console
+from lazymax import cli, console
 from lazymax.cli import main
+from lazymax.compat import tritons
 from lazymax.verify import Check
 
 SHAPE = "1,32,8,4096,4096,128"
@@ -115,7 +116,7 @@ def test_doctor(capsys, no_gpu, monkeypatch, tmp_path: Path):
 
 
 def test_doctor_fails_on_a_triton_that_is_too_old(capsys, no_gpu, monkeypatch):
-    monkeypatch.setattr(compat, "triton_version", lambda: "3.1.0")
+    monkeypatch.setattr(tritons, "triton_version", lambda: "3.1.0")
     assert main(["doctor"]) == 1
     assert "problem   Triton 3.1.0 is older than" in capsys.readouterr().out
 
@@ -162,7 +163,7 @@ def test_compile_needs_a_triton_that_compiles(capsys, no_gpu, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert main(["compile", "--arch", "gfx1151"]) == 2
     assert "TRITON_INTERPRET is set" in capsys.readouterr().err
-    monkeypatch.setattr(compat, "triton_version", lambda: None)
+    monkeypatch.setattr(tritons, "triton_version", lambda: None)
     assert main(["compile", "--arch", "gfx1151"]) == 2
     assert "no module named triton" in capsys.readouterr().err
 

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lazymax import compat
+from lazymax.compat import tritons
 from lazymax.kernels import products
 from lazymax.testing import within_budget
 
@@ -18,7 +18,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.
 
 def upcast(dtype):
     """What the launcher passes for UPCAST."""
-    return compat.interpreter_needs_upcast(str(dtype).removeprefix("torch."))
+    return tritons.interpreter_needs_upcast(str(dtype).removeprefix("torch."))
 
 
 def randn(*shape, seed=0, dtype=torch.float32):

@@ -11,7 +11,7 @@ import torch
 
 import lazymax
 from lazymax import ops, verify
-from lazymax.compat import triton_version
+from lazymax.compat.tritons import triton_version
 from lazymax.kernels.launch import ForwardLaunch
 from lazymax.testing import EPS, make_qkv, within_budget
 from lazymax.verify import SHAPES, run_matrix

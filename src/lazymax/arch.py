@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from . import compat
+from .compat import tritons
 
 KIB = 1024
 
@@ -100,20 +100,20 @@ def by_name(name: str) -> Arch:
         return of(torch.device("cpu"))
     if name not in _KNOWN:
         raise ValueError(f"arch: got {name!r}, expected one of cpu, {', '.join(names())}")
-    return replace(_KNOWN[name], triton=compat.triton_version())
+    return replace(_KNOWN[name], triton=tritons.triton_version())
 
 
 def of(device: torch.device) -> Arch:
     """The arch of a torch device; queries the driver once per device, at the first call."""
     if device.type == "cuda":
         return _of_cuda(torch.cuda.current_device() if device.index is None else device.index)
-    return _of_host(device.type, compat.interpreting() and device.type == "cpu")
+    return _of_host(device.type, tritons.interpreting() and device.type == "cpu")
 
 
 @functools.cache
 def _of_host(type: str, interpreting: bool) -> Arch:
     unit = "interpreter" if interpreting else "none"
-    return Arch(type, "cpu", unit, 1, 227 * KIB, 32, interpreting, compat.triton_version())
+    return Arch(type, "cpu", unit, 1, 227 * KIB, 32, interpreting, tritons.triton_version())
 
 
 @functools.cache
@@ -134,5 +134,5 @@ def _of_cuda(index: int) -> Arch:
         known,
         multiprocessors=properties.multi_processor_count,
         shared_memory=getattr(properties, "shared_memory_per_block_optin", 0) or known.shared_memory,
-        triton=compat.triton_version(),
+        triton=tritons.triton_version(),
     )

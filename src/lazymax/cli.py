@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from . import arch as arches
-from . import compat
 from .bench import command as bench_command
+from .compat import tritons
 from .console import (
     Parser,
     UsageError,
@@ -139,10 +139,10 @@ def _compile(options: argparse.Namespace) -> int:
         for dtype in dtypes:
             if dtype not in KERNEL_DTYPES:
                 raise ValueError(f"--dtype: got {dtype}, but the kernels take {', '.join(KERNEL_DTYPES)}")
-    fault = compat.unsupported_triton(compat.triton_version())
+    fault = tritons.unsupported_triton(tritons.triton_version())
     if fault:
         raise UsageError(f"compile: {fault}")
-    if compat.interpreting():
+    if tritons.interpreting():
         raise UsageError("compile: TRITON_INTERPRET is set, so Triton would not compile; unset it")
     from .compiling import compile_arch
 
@@ -161,5 +161,7 @@ def _compile(options: argparse.Namespace) -> int:
     instruction = reports[0].instruction if reports else "matrix instruction"
     head = ("", "row", "problem", "", "regs", "spills", "shared", f"{instruction} in loop", "seconds", "")
     say(table(head, rows))
-    say(f"{len(reports) - len(bad)} of {len(reports)} compiled for {arch} by Triton {compat.triton_version()}, not run")
+    say(
+        f"{len(reports) - len(bad)} of {len(reports)} compiled for {arch} by Triton {tritons.triton_version()}, not run"
+    )
     return 1 if bad or not reports else 0

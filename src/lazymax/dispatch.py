@@ -6,9 +6,9 @@ Candidates, in order: each backend that lists the arch, the `portable` backend, 
 import json
 from dataclasses import asdict, dataclass
 
-from . import compat
 from .arch import Arch
 from .backends import Backend, Tile, registry
+from .compat import tritons
 from .problem import Problem
 
 KERNEL_DTYPES = ("float16", "bfloat16", "float32")
@@ -34,7 +34,7 @@ class Plan:
     level: str  # how far this backend was proved
     reason: str
     rejected: tuple[Refused, ...]
-    least_columns: int = 64  # of a tile, see compat.least_columns; 64 is right everywhere
+    least_columns: int = 64  # of a tile, see tritons.least_columns; 64 is right everywhere
     notes: tuple[str, ...] = ()
 
     def describe(self) -> str:
@@ -51,7 +51,7 @@ def kernel_refusal(problem: Problem, arch: Arch) -> str | None:
     """Why no Triton kernel can take the problem, or None."""
     if arch.vendor == "cpu" and not arch.interpreted:
         return f"device {arch.id}: no GPU (TRITON_INTERPRET=1 runs the kernel on CPU tensors, slowly, for testing)"
-    fault = compat.unsupported_triton(arch.triton)
+    fault = tritons.unsupported_triton(arch.triton)
     if fault:
         return fault
     if arch.matrix_unit == "none":
@@ -124,14 +124,14 @@ def _triton_plan(
 ) -> Plan:
     notes = list(_notes(problem, arch))
     rescale = tile.rescale
-    fault = compat.branch_rescale_fault(arch.triton or "", arch.matrix_unit) if rescale == "branch" else None
+    fault = tritons.branch_rescale_fault(arch.triton or "", arch.matrix_unit) if rescale == "branch" else None
     if fault:
         rescale = "select"
         notes.append(f"rescale by select instead of branch: {fault}")
     rejected.append(Refused("reference", f"{name} takes the problem"))
     return Plan(
         route="triton", backend=name, tile=tile, rescale=rescale, level=backend.level_on(arch), reason=tile.reason,
-        rejected=tuple(rejected), notes=tuple(notes), least_columns=compat.least_columns(arch.matrix_unit),
+        rejected=tuple(rejected), notes=tuple(notes), least_columns=tritons.least_columns(arch.matrix_unit),
     )  # fmt: skip
 
 

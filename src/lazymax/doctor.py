@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from . import __version__, compat
+from . import __version__
 from . import arch as arches
+from .compat import tritons
 from .dispatch import Explanation, plan
 from .problem import Problem
 
@@ -65,7 +66,7 @@ def diagnose() -> Diagnosis:
         chosen = device.explanation.plan
         if chosen.route == "reference":
             problems.append(f"{device.name}: no kernel takes a typical problem: {chosen.reason}")
-    if not devices or compat.interpreting():
+    if not devices or tritons.interpreting():
         devices.append(_device(torch.device("cpu")))
     override = os.environ.get("HSA_OVERRIDE_GFX_VERSION")
     if override:
@@ -73,7 +74,7 @@ def diagnose() -> Diagnosis:
             f"HSA_OVERRIDE_GFX_VERSION={override}: the driver claims another GPU than the one that is there, and "
             "kernels are compiled and chosen for the claimed one; unset it if this torch supports your GPU"
         )
-    if compat.interpreting():
+    if tritons.interpreting():
         warnings.append("TRITON_INTERPRET is set: kernels run in Triton's interpreter, thousands of times slower")
     return Diagnosis(_versions(), devices, _cache(), problems, warnings)
 
@@ -90,18 +91,18 @@ def _versions() -> dict[str, str]:
     return {
         "lazymax": f"{__version__}, {Path(__file__).parent}",
         "torch": f"{torch.__version__}, {build if torch.version.hip or torch.version.cuda else 'CPU build'}",
-        "triton": f"{compat.triton_version() or 'not installed'}{f', {spec.origin}' if spec else ''}",
-        "interpret": f"TRITON_INTERPRET={os.environ.get('TRITON_INTERPRET', '')}" if compat.interpreting() else "off",
+        "triton": f"{tritons.triton_version() or 'not installed'}{f', {spec.origin}' if spec else ''}",
+        "interpret": f"TRITON_INTERPRET={os.environ.get('TRITON_INTERPRET', '')}" if tritons.interpreting() else "off",
     }
 
 
 def _triton_problems() -> list[str]:
     """An installed Triton that is too old or does not import. A missing one is no problem on a machine without a GPU;
     on one with a GPU the plan says so."""
-    version = compat.triton_version()
+    version = tritons.triton_version()
     if version is None:
         return []
-    found = [fault] if (fault := compat.unsupported_triton(version)) else []
+    found = [fault] if (fault := tritons.unsupported_triton(version)) else []
     try:
         importlib.import_module("triton")
     except ImportError as error:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from . import arch as arches
-from . import compat, reference, verify
+from . import reference, verify
 from .arch import Arch
+from .compat import tritons
 from .dispatch import Plan, plan
 from .problem import Problem, check_tensors, fp32_precision, output_strides
 
@@ -125,7 +126,7 @@ def _forward(
     key = (
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, device, k.device,
         v.device, q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15, impl, rules,
-        device.type == "cpu" and compat.interpreting(),
+        device.type == "cpu" and tritons.interpreting(),
         fp32_precision() if q.dtype == torch.float32 else None,
     )  # fmt: skip
     decision = _decided.get(key)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from . import compat, reference, testing
+from . import reference, testing
+from .compat import tritons
 from .dispatch import Plan
 from .problem import Problem
 
@@ -73,7 +74,7 @@ def after_forward(
     message = (
         f"lazymax: {plan.describe()} left the error budget: {'; '.join(map(str, bad))}. q {tuple(q.shape)}, "
         f"k {tuple(k.shape)}, v {tuple(v.shape)}, {q.dtype}, {problem}; torch {torch.__version__}, "
-        f"Triton {compat.triton_version()}, {q.device}"
+        f"Triton {tritons.triton_version()}, {q.device}"
     )
     state.mismatches.append(message)
     if state.on_mismatch == "raise":

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from .. import arch as arches
-from .. import compat
+from ..compat import tritons
 from .clock import Clock, calls_for
 
 MATMUL_GPU, MATMUL_CPU = 8192, 256  # sizes of the square product that gives the ceiling
@@ -57,7 +57,7 @@ def about(
         commit=commit or git_commit(),
         command=shlex.join(["lazymax", "bench", *arguments]),
         torch=torch.__version__,
-        triton=compat.triton_version() or "",
+        triton=tritons.triton_version() or "",
         cudnn=str(torch.backends.cudnn.version() or "") if on_gpu else "",  # type: ignore[no-untyped-call]
         smi=smi,
         rounds=rounds,

@@ -11,7 +11,7 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .. import compat
+from ..compat import tritons
 from ..dispatch import Plan
 from ..problem import Problem
 from .forward import Config, attention_forward
@@ -80,7 +80,7 @@ class ForwardLaunch:
             DESCRIPTOR=tile.descriptors,
             BRANCH=plan.rescale == "branch",
             PRECISION=problem.fp32_precision,
-            UPCAST=compat.interpreter_needs_upcast(problem.dtype),
+            UPCAST=tritons.interpreter_needs_upcast(problem.dtype),
             WIDE=problem.wide,
             NEGATE=problem.scale < 0,
             STORE_LSE=problem.return_lse,

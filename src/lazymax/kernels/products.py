@@ -7,7 +7,7 @@ import triton.language as tl
 @triton.jit
 def dot(a, b, acc, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     """acc + a @ b (acc may be None). PRECISION: "ieee" or "tf32", for fp32 operands. UPCAST: multiply as fp32, which
-    changes no value of a 16-bit operand; for Triton's interpreter, see `compat.interpreter_needs_upcast`."""
+    changes no value of a 16-bit operand; for Triton's interpreter, see `tritons.interpreter_needs_upcast`."""
     if UPCAST:
         product = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     else:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from lazymax import compat
+from lazymax.compat import tritons
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,13 @@ VERSIONS = (
 
 @pytest.mark.parametrize("case", VERSIONS, ids=lambda case: case.text)
 def test_release(case: Version) -> None:
-    assert compat.release(case.text) == case.want
+    assert tritons.release(case.text) == case.want
 
 
 def test_triton_version_is_read_without_an_import(clean_env: dict[str, str]) -> None:
     code = (
-        "import sys; from lazymax import compat; version = compat.triton_version(); assert 'triton' not in sys.modules;"
+        "import sys; from lazymax.compat import tritons; version = tritons.triton_version();"
+        "assert 'triton' not in sys.modules;"
         "import triton; print(version == triton.__version__, version)"
     )
     done = subprocess.run([sys.executable, "-c", code], env=clean_env, capture_output=True, text=True)
@@ -60,7 +61,7 @@ SUPPORT = (
 
 @pytest.mark.parametrize("case", SUPPORT, ids=lambda case: str(case.version))
 def test_oldest_supported_triton(case: Support) -> None:
-    got = compat.unsupported_triton(case.version)
+    got = tritons.unsupported_triton(case.version)
     assert got is None if case.words is None else got is not None and got.startswith(case.words)
 
 
@@ -77,16 +78,16 @@ def test_interpreting_reads_the_variable_as_triton_does(
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     else:
         monkeypatch.setenv("TRITON_INTERPRET", value)
-    assert compat.interpreting() is want
+    assert tritons.interpreting() is want
     assert bool(knobs.runtime.interpret) is want
 
 
 def test_only_bf16_in_the_interpreter_is_multiplied_as_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert compat.interpreter_needs_upcast("bfloat16")
-    assert not compat.interpreter_needs_upcast("float16")
+    assert tritons.interpreter_needs_upcast("bfloat16")
+    assert not tritons.interpreter_needs_upcast("float16")
     monkeypatch.delenv("TRITON_INTERPRET")
-    assert not compat.interpreter_needs_upcast("bfloat16")
+    assert not tritons.interpreter_needs_upcast("bfloat16")
 
 
 def test_the_interpreter_fault_behind_the_upcast_is_still_there(device: str) -> None:
@@ -122,7 +123,7 @@ FAULTS = (
 
 @pytest.mark.parametrize("case", FAULTS, ids=lambda case: f"{case.version} {case.matrix_unit}")
 def test_range_of_the_branch_rescale_fault(case: Fault) -> None:
-    fault = compat.branch_rescale_fault(case.version, case.matrix_unit)
+    fault = tritons.branch_rescale_fault(case.version, case.matrix_unit)
     assert (fault is not None) is case.faulty
     if fault:
         assert case.version in fault and "3.9" in fault
@@ -149,11 +150,11 @@ def compile_form(form: str, name: str, env: dict[str, str]) -> tuple[int, dict[s
 
 def test_branch_rescale_compiles_for_tensor_memory_exactly_where_the_range_says(clean_env: dict[str, str]) -> None:
     code, report, stderr = compile_form("branch", "sm_100", clean_env)
-    version = compat.triton_version()
+    version = tritons.triton_version()
     assert version is not None
-    if compat.branch_rescale_fault(version, "tcgen05"):
+    if tritons.branch_rescale_fault(version, "tcgen05"):
         failed = code != 0 or report.get("error") is not None
-        assert failed, f"Triton {version} compiles the branch form: shrink the range in compat.branch_rescale_fault"
+        assert failed, f"Triton {version} compiles the branch form: shrink the range in tritons.branch_rescale_fault"
         blame = stderr + str(report.get("error"))
         assert "parent layout" in blame or "rank" in blame or "PassManager" in blame or code < 0, blame[-2000:]
     else:
