@@ -1,22 +1,15 @@
 """The public functions. Docstrings, argument parsing, one operator call each."""
 
-import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from . import arch as arches
-from . import ops, reference
+from . import drop_in, merging, ops
 from .dispatch import Explanation, plan
-from .problem import Problem, align_of, parse_causal, parse_window
-
-# torch's documentation and most of its kernels say so; its CPU flash kernel takes both (2.13).
-MASK_BESIDE_CAUSAL = (
-    "scaled_dot_product_attention: got attn_mask beside is_causal=True, expected one of them; "
-    "add the triangle to the mask"
-)
-_KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+from .options import parse_options
+from .problem import Problem
 
 
 def attention(
@@ -24,40 +17,68 @@ def attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
+    attn_mask: torch.Tensor | None = None,
     causal: str | None = None,
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    seqlens_k: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: torch.Tensor | None = None,
+    score_mod: str | None = None,
+    score_mod_args: Sequence[torch.Tensor] = (),
+    mask_mod: str | None = None,
+    mask_mod_args: Sequence[torch.Tensor] = (),
     layout: str = "bhsd",
     impl: str = "auto",
     return_lse: bool = False,
     rescale_threshold: float | None = None,
     window_align: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Exact attention: softmax(scale * q @ k^T, over the allowed keys) @ v.
+    """Exact attention: softmax(scale * q @ k^T, over the allowed keys) @ v. All options can be combined.
+
+    A score passes, in natural units and fp32: scale, softcap, ALiBi, float mask, score_mod. A key counts for a query if
+    length, causal rule, window, bool mask and mask_mod all allow it.
 
     Args:
         q: (B, Hq, Sq, D), or (B, Sq, Hq, D) with layout="bshd". float16, bfloat16, float32 (float64: reference only).
         k: (B, Hkv, Sk, D), of q's dtype and device. Hq must be a multiple of Hkv; query head h uses key head
             h // (Hq / Hkv) (grouped queries).
         v: (B, Hkv, Sk, D_v).
+        attn_mask: bool (True keeps) or floating (added), any shape that broadcasts to (B, Hq, Sq, Sk) from the right;
+            in this order of dimensions for both layouts. Any strides; broadcast dimensions are not materialised.
         causal: None, "top_left" (PyTorch: query i sees keys 0..i) or "bottom_right" (flash-attn: query i sees keys
             0..i + Sk - Sq). The two are the same when Sq == Sk.
         window: (left, right): query i sees left keys before and right keys after its diagonal position, both edges
             inclusive; None or -1 is open. Aligned like `causal`.
         scale: on the scores; default 1 / sqrt(D). Any float, also 0 or negative.
+        softcap: scores become softcap * tanh(score / softcap); 0 is off.
+        alibi_slopes: floating (Hq,) or (B, Hq): slope * |distance to the diagonal| is subtracted from a score, the
+            diagonal aligned like `causal` (Press et al., 2021).
+        sinks: floating (Hq,) or (B, Hq): one more logit per head in the softmax, without a value (as in gpt-oss; Xiao
+            et al., 2023). Learnable.
+        seqlens_k: int32 or int64 (B,), the number of keys of each batch element, at most Sk; keys behind are never
+            used. "bottom_right" counts from them.
+        dropout_p: probability with which a probability is dropped, the others grow by 1 / (1 - dropout_p).
+        dropout_seed: int64, one element, on q's device; default: drawn from torch's generator. What is dropped depends
+            on the seed and on (batch, head, query, key) alone: Philox, `testing.dropout_keep` shows it.
+        score_mod, mask_mod: names given to `register_score_mod`, `register_mask_mod`.
+        score_mod_args, mask_mod_args: the tensors they take.
         layout: order of the dimensions of q, k, v and the output, "bhsd" or "bshd". Strides are free either way; only
             the head dimension should be contiguous (it is copied otherwise).
         impl: "auto" chooses the best kernel for the GPU and falls back with a reason (`explain` shows it). The name of
             a backend, or "reference", takes that one or raises.
-        return_lse: also return the logsumexp of the scaled scores, natural log, float32, (B, Hq, Sq).
+        return_lse: also return the logsumexp of the final scores (and the sink), natural log, float32, (B, Hq, Sq).
         rescale_threshold: of the lazy rescale, log2 units, 0 to 8; default 8. 0 keeps the exact running maximum.
             Changes rounding only.
-        window_align: alignment of the window when `causal` is None; default "top_left".
+        window_align: alignment of window and ALiBi when `causal` is None; default "top_left".
 
     Returns:
         The output, q's shape with D_v for D, q's dtype, stored densely in q's order of dimensions; with return_lse, the
-        pair (output, LSE). A query with no allowed key gives 0, and -inf in the LSE. Keys outside the length, the
-        window and the causal range never reach a result, even if they hold NaN or inf.
+        pair (output, LSE). A query with no allowed key gives 0, and -inf (or its sink) in the LSE. Keys that are not
+        allowed never reach a result, even if they hold NaN or inf.
 
     Raises:
         ValueError: shapes, dtypes, devices or options that do not go together.
@@ -65,53 +86,101 @@ def attention(
         NotImplementedError: a named `impl` that cannot take the problem.
 
     The algorithm is the online softmax over key blocks of FlashAttention (Dao et al., 2022) in the exp2 domain, with
-    the lazy rescale of FlashAttention-4. Differentiable; composes with torch.compile, vmap and CUDA graphs.
+    the lazy rescale of FlashAttention-4. Differentiable, also in a float mask, slopes, sinks and score_mod_args;
+    composes with torch.compile, vmap and CUDA graphs.
     """
-    _check_types(q, k, v, scale, layout, impl, rescale_threshold, return_lse)
-    causal = parse_causal(causal)
-    left, right = parse_window(window)
-    align = align_of(causal, window_align)
+    _check_types(q, k, v, layout, impl, rescale_threshold, return_lse)
+    options = dict(
+        attn_mask=attn_mask, causal=causal, window=window, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes,
+        sinks=sinks, seqlens_k=seqlens_k, dropout_p=dropout_p, dropout_seed=dropout_seed, score_mod=score_mod,
+        score_mod_args=score_mod_args, mask_mod=mask_mod, mask_mod_args=mask_mod_args, window_align=window_align,
+    )  # fmt: skip
+    extras, rules = parse_options(q, **options)  # type: ignore[arg-type]
     if layout == "bshd":
         q, k, v = _swap(q, "q"), _swap(k, "k"), _swap(v, "v")
-    out, lse = ops.forward(q, k, v, causal is not None, left, right, align, scale, impl, rescale_threshold, return_lse)
+    out, lse = ops.forward(q, k, v, extras, rules, ops.Options(impl, rescale_threshold, return_lse))
     if layout == "bshd":
         out = out.transpose(1, 2)
     return (out, lse) if return_lse else out
 
 
-def scaled_dot_product_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
+def attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    causal: str | None = None,
+    window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    """Drop-in for `torch.nn.functional.scaled_dot_product_attention`: the same arguments, meaning and errors.
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: torch.Tensor | None = None,
+    score_mod: str | None = None,
+    score_mod_args: Sequence[torch.Tensor] = (),
+    mask_mod: str | None = None,
+    mask_mod_args: Sequence[torch.Tensor] = (),
+    impl: str = "auto",
+    return_lse: bool = False,
+    rescale_threshold: float | None = None,
+    window_align: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of packed sequences: sequence i holds the rows cu_seqlens_q[i] to cu_seqlens_q[i + 1] of q and the rows
+    cu_seqlens_k[i] to cu_seqlens_k[i + 1] of k and v, and sees nothing else.
 
-    Shapes (N, ..., Hq, L, E), (N, ..., H, S, E), (N, ..., H, S, Ev) -> (N, ..., Hq, L, Ev); `is_causal` is the
-    upper-left triangle. Under torch.autocast the inputs are cast as torch casts them. Dense masks,
-    which no kernel of ours takes yet, are computed by formula (`reference.masked`). The rest that the kernels do not
-    take (dropout, float64, other than 4 dimensions, broadcast batches) is computed by torch's own function, which also
-    raises torch's own errors; `lazymax.explain` says which route a call takes.
+    Args:
+        q: (total_q, Hq, D). k: (total_k, Hkv, D). v: (total_k, Hkv, D_v). Any strides.
+        cu_seqlens_q, cu_seqlens_k: int32 or int64 (sequences + 1,), on q's device: 0 first, then rising. Sequences may
+            be empty, and need not be as long in q as in k. Their values are not read on the host (no synchronisation);
+            `verification()` checks them.
+        max_seqlen_q, max_seqlen_k: upper bounds of the lengths. Only the choice of tiles looks at them; none is needed.
+        the others: as in `attention`, with the sequence for the batch element: causal alignment, window, ALiBi and the
+            positions that mods see are those inside a sequence; alibi_slopes and sinks (Hq,) or (sequences, Hq).
 
-    Raises:
-        RuntimeError: attn_mask beside is_causal, as torch documents, or key and value of different lengths.
-        whatever torch's function raises for a call that neither takes.
+    Returns:
+        (total_q, Hq, D_v) in q's order of dimensions; with return_lse, the pair (output, LSE (Hq, total_q)). Rows
+        behind the last offset give 0 and -inf.
+
+    Raises: as `attention`.
     """
-    if attn_mask is not None and is_causal:
-        raise RuntimeError(MASK_BESIDE_CAUSAL)
-    if attn_mask is not None and _simply_masked(query, key, value, attn_mask, dropout_p, scale, enable_gqa):
-        return reference.masked(*_autocast(query, key, value), attn_mask, scale, enable_gqa)
-    if not _simple(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-    query, key, value = _autocast(query, key, value)
-    out, _ = ops.forward(query, key, value, bool(is_causal), None, None, "top_left", scale, "auto", None, False)
-    return out
+    for name, t in (("q", q), ("k", k), ("v", v), ("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"{name}: got {type(t).__name__}, expected a torch.Tensor")
+        if name in "qkv" and t.dim() != 3:
+            raise ValueError(f"{name}: got shape {tuple(t.shape)}, expected 3 dimensions (total, heads, head dim)")
+    _check_types(q, k, v, "bhsd", impl, rescale_threshold, return_lse)
+    options = dict(
+        causal=causal, window=window, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
+        dropout_p=dropout_p, dropout_seed=dropout_seed, score_mod=score_mod, score_mod_args=score_mod_args,
+        mask_mod=mask_mod, mask_mod_args=mask_mod_args, window_align=window_align, cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+    )  # fmt: skip
+    extras, rules = parse_options(q, **options)  # type: ignore[arg-type]
+    q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+    out, lse = ops.forward(q, k, v, extras, rules, ops.Options(impl, rescale_threshold, return_lse))
+    out = out[0].transpose(0, 1)
+    return (out, lse[0]) if return_lse else out
+
+
+def merge_states(
+    out1: torch.Tensor, lse1: torch.Tensor, out2: torch.Tensor, lse2: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Join the attention of the same queries over two disjoint sets of keys into that over both.
+
+    Args:
+        out1, out2: (..., D_v) of one dtype, e.g. (B, Hq, Sq, D_v), as returned with `return_lse`.
+        lse1, lse2: the LSEs, natural log, out's shape without D_v. -inf: no keys (its output is not looked at).
+
+    Returns the pair (output, LSE); the output in the dtype of out1, computed in float32 (float64 for float64). Give
+    `sinks` to one of the two parts only. Differentiable. Raises ValueError for shapes that do not go together.
+    Source: Rabe and Staats, "Self-attention does not need O(n^2) memory" (2021).
+    """
+    return merging.merge(out1, lse1, out2, lse2)
 
 
 def explain(
@@ -119,13 +188,10 @@ def explain(
     k: torch.Tensor | None = None,
     v: torch.Tensor | None = None,
     *,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    causal: str | None = None,
     is_causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    window_align: str | None = None,
-    scale: float | None = None,
+    enable_gqa: bool = False,
+    causal: str | None = None,
+    attn_mask: torch.Tensor | None = None,
     layout: str = "bhsd",
     impl: str = "auto",
     return_lse: bool = False,
@@ -133,12 +199,14 @@ def explain(
     dtype: torch.dtype | str = torch.bfloat16,
     arch: str | None = None,
     show: bool = True,
+    **options: Any,
 ) -> Explanation:
     """Print which kernel a call would take, with which tile, why, and why every other candidate was refused.
 
-    Give the tensors of the call, or, without them, `shape` = (B, Hq, Hkv, Sq, Sk, D) or (B, Hq, Hkv, Sq, Sk, D, D_v)
-    with `dtype`. `arch` asks for another GPU than the tensors' device, by id ("gfx1151", "sm_90"); no GPU is needed.
-    The other arguments are those of `attention` and `scaled_dot_product_attention`.
+    Give the tensors of the call (4 dimensions as in `attention`, others as in `scaled_dot_product_attention`, 3 with
+    `cu_seqlens_q` as in `attention_varlen`), or, without them, `shape` = (B, Hq, Hkv, Sq, Sk, D) or
+    (B, Hq, Hkv, Sq, Sk, D, D_v) with `dtype`. `arch` asks for another GPU than the tensors' device, by id ("gfx1151",
+    "sm_90"); no GPU is needed. `options` are the other arguments of those functions.
 
     Returns the `Explanation` (`.plan`, `.to_json()`); show=False prints nothing. Raises what the call would raise.
     """
@@ -146,20 +214,21 @@ def explain(
         if causal not in (None, "top_left"):
             raise ValueError(f"is_causal: got True beside causal={causal!r}; is_causal means 'top_left'")
         if attn_mask is not None:
-            raise RuntimeError(MASK_BESIDE_CAUSAL)
+            raise RuntimeError(drop_in.MASK_BESIDE_CAUSAL)
         causal = "top_left"
-    rules: dict[str, Any] = dict(
-        causal=causal, window=window, window_align=window_align, scale=scale, return_lse=return_lse,
-        mask=None if attn_mask is None else str(attn_mask.dtype).removeprefix("torch."), dropout_p=dropout_p,
-    )  # fmt: skip
     _check_layout(layout)
     if q is not None and k is not None and v is not None:
         if layout == "bshd":
             q, k, v = _swap(q, "q"), _swap(k, "k"), _swap(v, "v")
-        problem = Problem.from_call(q, k, v, **rules)
+        elif options.get("cu_seqlens_q") is not None:
+            q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+        elif q.dim() != 4:
+            attn_mask = drop_in.four_mask(attn_mask, q, k, v)
+            q, k, v = drop_in.four(q, k, v)
+        problem = Problem.from_call(q, k, v, causal=causal, attn_mask=attn_mask, return_lse=return_lse, **options)
         where = arches.by_name(arch) if arch else arches.of(q.device)
     elif shape is not None:
-        problem = Problem.from_shape(shape, dtype, **rules)
+        problem = Problem.from_shape(shape, dtype, causal=causal, attn_mask=attn_mask, return_lse=return_lse, **options)
         here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         where = arches.by_name(arch) if arch else arches.of(here)
     else:
@@ -175,16 +244,13 @@ def _check_layout(layout: str) -> None:
         raise ValueError(f"layout: got {layout!r}, expected 'bhsd' or 'bshd'")
 
 
-def _check_types(
-    q: Any, k: Any, v: Any, scale: Any, layout: Any, impl: Any, rescale_threshold: Any, return_lse: Any
-) -> None:
+def _check_types(q: Any, k: Any, v: Any, layout: Any, impl: Any, rescale_threshold: Any, return_lse: Any) -> None:
     """What the operator's schema would refuse with a message about schemas."""
     for name, t in (("q", q), ("k", k), ("v", v)):
         if not isinstance(t, torch.Tensor):
             raise TypeError(f"{name}: got {type(t).__name__}, expected a torch.Tensor")
-    for name, number in (("scale", scale), ("rescale_threshold", rescale_threshold)):
-        if number is not None and not isinstance(number, int | float):
-            raise TypeError(f"{name}: got {number!r}, expected a number or None")
+    if rescale_threshold is not None and not isinstance(rescale_threshold, int | float):
+        raise TypeError(f"rescale_threshold: got {rescale_threshold!r}, expected a number or None")
     if not isinstance(impl, str):
         raise TypeError(f"impl: got {impl!r}, expected the name of a backend")
     if not isinstance(return_lse, bool):
@@ -196,73 +262,3 @@ def _swap(t: torch.Tensor, name: str) -> torch.Tensor:
     if t.dim() != 4:
         raise ValueError(f"{name}: got shape {tuple(t.shape)}, expected 4 dimensions (batch, length, heads, head dim)")
     return t.transpose(1, 2)
-
-
-def _simple(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> bool:
-    """Whether lazymax's operator takes the call as torch means it; everything else is torch's to compute or refuse."""
-    if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
-        return False
-    if type(is_causal) is not bool or type(enable_gqa) is not bool or type(dropout_p) not in (float, int):
-        return False
-    if scale is not None and not (isinstance(scale, int | float) and math.isfinite(scale)):
-        return False
-    if (
-        mask is not None
-        or dropout_p
-        or q.is_nested
-        or k.is_nested
-        or v.is_nested
-        or not q.device == k.device == v.device
-    ):
-        return False
-    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape  # each look-up makes an object
-    if not len(q_shape) == len(k_shape) == len(v_shape) == 4:
-        return False
-    batch, heads, _, head_dim = q_shape
-    if k_shape[2] != v_shape[2]:
-        raise RuntimeError(  # torch's CPU kernel reads past the end of v here (2.13), its formula refuses
-            f"scaled_dot_product_attention: got key {tuple(k_shape)} and value {tuple(v_shape)}, expected one length"
-        )
-    if batch != k_shape[0] or batch != v_shape[0] or k_shape[1] != v_shape[1] or head_dim != k_shape[3]:
-        return False
-    if heads != k_shape[1] and (not enable_gqa or k_shape[1] == 0 or heads % k_shape[1]):
-        return False
-    if _autocasts(q):
-        return all(t.dtype in _KERNEL_DTYPES for t in (q, k, v))
-    return q.dtype == k.dtype == v.dtype and q.dtype in _KERNEL_DTYPES
-
-
-def _simply_masked(q: Any, k: Any, v: Any, mask: Any, dropout_p: Any, scale: Any, enable_gqa: Any) -> bool:
-    """Whether `reference.masked` takes the call as torch means it."""
-    if not all(isinstance(t, torch.Tensor) and t.layout == torch.strided for t in (q, k, v, mask)):
-        return False
-    if dropout_p != 0 or type(enable_gqa) is not bool or not (scale is None or isinstance(scale, int | float)):
-        return False
-    if not q.device == k.device == v.device == mask.device or min(q.dim(), k.dim(), v.dim()) < 3:
-        return False
-    if mask.dim() < 2 or (mask.dtype != torch.bool and not mask.is_floating_point()):
-        return False
-    if enable_gqa and (k.shape[-3] != v.shape[-3] or k.shape[-3] == 0 or q.shape[-3] % k.shape[-3]):
-        return False
-    return bool(_autocasts(q) or q.dtype == k.dtype == v.dtype) and q.is_floating_point()
-
-
-def _autocasts(t: torch.Tensor) -> bool:
-    return t.device.type != "meta" and torch.is_autocast_enabled(t.device.type)
-
-
-def _autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Cast as torch's function is cast under torch.autocast."""
-    if not _autocasts(q):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(q.device.type)
-    return q.to(dtype), k.to(dtype), v.to(dtype)

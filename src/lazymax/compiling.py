@@ -22,6 +22,7 @@ from triton.runtime.driver import driver
 from .arch import Arch
 from .backends import Backend, Tile, registry
 from .dispatch import Plan, plan, select_tile
+from .extras import NO_EXTRAS, Extras
 from .kernels.forward import attention_forward
 from .kernels.launch import ForwardLaunch
 from .problem import Problem
@@ -96,19 +97,20 @@ def compiling_for(arch: Arch) -> Iterator[None]:
 def meta_tensors(problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k, v of the problem's shapes, contiguous, without data."""
     p, dtype = problem, getattr(torch, problem.dtype)
-    q = torch.empty(p.batch, p.q_heads, p.q_len, p.head_dim, dtype=dtype, device="meta")
-    k = torch.empty(p.batch, p.kv_heads, p.kv_len, p.head_dim, dtype=dtype, device="meta")
+    batch, (q_len, kv_len) = (1, p.packed) if p.packed else (p.batch, (p.q_len, p.kv_len))
+    q = torch.empty(batch, p.q_heads, q_len, p.head_dim, dtype=dtype, device="meta")
+    k = torch.empty(batch, p.kv_heads, kv_len, p.head_dim, dtype=dtype, device="meta")
     return q, k, torch.empty(*k.shape[:3], p.v_head_dim, dtype=dtype, device="meta")
 
 
-def compile_plan(problem: Problem, plan: Plan, arch: Arch) -> Any:
+def compile_plan(problem: Problem, plan: Plan, arch: Arch, extras: Extras = NO_EXTRAS) -> Any:
     """Compile what `plan` would launch; Triton's CompiledKernel (`.asm`, `.metadata`). Not on a thread."""
     q, k, v = meta_tensors(problem)
     out = torch.empty(*q.shape[:3], problem.v_head_dim, dtype=q.dtype, device="meta")
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device="meta")
     launch = ForwardLaunch.prepare(problem, plan)
     with compiling_for(arch):
-        return attention_forward.warmup(*launch.arguments(q, k, v, out, lse), grid=(1,), **launch.options)
+        return attention_forward.warmup(*launch.arguments(q, k, v, out, lse, extras), grid=(1,), **launch.options)
 
 
 def loop_counts(assembly: str, pattern: str) -> tuple[int, int]:

@@ -12,7 +12,10 @@ from .compat import tritons
 from .problem import Problem
 
 KERNEL_DTYPES = ("float16", "bfloat16", "float32")
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIMS = (256, 256)  # of q and k, of v
+MAX_HEAD_DIMS_LARGE = (576, 512)  # where shared memory allows: the latent form of MLA
+LARGE_SHARED_MEMORY = 160 * 1024
+MAX_BATCH = 65535  # of one launch, on CUDA and HIP
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,7 @@ class Plan:
     level: str  # how far this backend was proved
     reason: str
     rejected: tuple[Refused, ...]
+    listed: bool = False  # the key blocks to visit are listed before the forward, see kernels/blocks.py
     least_columns: int = 64  # of a tile, see tritons.least_columns; 64 is right everywhere
     notes: tuple[str, ...] = ()
 
@@ -58,13 +62,34 @@ def kernel_refusal(problem: Problem, arch: Arch) -> str | None:
         return f"{arch.id} has no matrix unit that Triton uses; torch's own kernels are the better ones there"
     if problem.dtype not in KERNEL_DTYPES:
         return f"the kernel computes in float32; {problem.dtype} goes to the reference"
-    for name, dim in (("head dim of q and k", problem.head_dim), ("head dim of v", problem.v_head_dim)):
-        if not 1 <= dim <= MAX_HEAD_DIM:
-            return f"{name} is {dim}, the kernel takes 1 to {MAX_HEAD_DIM}"
-    if problem.mask:
-        return "a dense mask is not in the Triton kernel yet"
-    if problem.dropout_p:
-        return "dropout is not in the Triton kernel yet"
+    limits = MAX_HEAD_DIMS_LARGE if arch.shared_memory >= LARGE_SHARED_MEMORY else MAX_HEAD_DIMS
+    for name, dim, limit in zip(("q and k", "v"), (problem.head_dim, problem.v_head_dim), limits, strict=True):
+        if not 1 <= dim <= limit:
+            more = (
+                ""
+                if limits == MAX_HEAD_DIMS_LARGE
+                else (
+                    f"; to {MAX_HEAD_DIMS_LARGE[0]} for q and k and {MAX_HEAD_DIMS_LARGE[1]} for v with "
+                    f"{LARGE_SHARED_MEMORY // 1024} KiB of shared memory, {arch.id} has {arch.shared_memory // 1024}"
+                )
+            )
+            return f"head dim of {name}: the kernel takes 1 to {limit}, got {dim}{more}"
+    by_position = problem.dropout_p or problem.score_mod or problem.mask_mod
+    if problem.batch > MAX_BATCH and not problem.packed and by_position:
+        return f"dropout and mods count batch elements to {MAX_BATCH}, got {problem.batch}"
+    return None
+
+
+def lists_blocks(problem: Problem, tile: Tile) -> str | None:
+    """Why the key blocks are listed before the forward, or None. Worth it where the list costs little beside the
+    forward: it looks at every pair of positions once for all heads that share it."""
+    if problem.kv_len <= 2 * tile.block_n:
+        return None  # nothing to skip
+    if problem.mask_mod:
+        return "mask_mod is known by position"
+    _, heads, rows, _ = problem.mask_varies
+    if problem.mask == "bool" and not heads and (problem.q_heads >= 4 or not rows):
+        return "the bool mask is the same for all heads"
     return None
 
 
@@ -128,10 +153,14 @@ def _triton_plan(
     if fault:
         rescale = "select"
         notes.append(f"rescale by select instead of branch: {fault}")
+    listed = lists_blocks(problem, tile)
+    if listed:
+        notes.append(f"key blocks that no pair needs are skipped: listed first, for {listed}")
     rejected.append(Refused("reference", f"{name} takes the problem"))
     return Plan(
         route="triton", backend=name, tile=tile, rescale=rescale, level=backend.level_on(arch), reason=tile.reason,
         rejected=tuple(rejected), notes=tuple(notes), least_columns=tritons.least_columns(arch.matrix_unit),
+        listed=listed is not None,
     )  # fmt: skip
 
 
@@ -143,7 +172,7 @@ def _notes(problem: Problem, arch: Arch) -> list[str]:
         notes.append(f"{name} is copied first: its head dimension is not contiguous")
     if problem.dtype == "float32" and problem.fp32_precision == "tf32":
         notes.append("fp32 products in tf32, as torch.backends.cuda.matmul allows; the default is full fp32")
-    if problem.requires_grad and not problem.mask and not problem.dropout_p:
+    if problem.requires_grad:
         notes.append("backward: recomputed by the reference in float32 (there is no Triton backward yet)")
     return notes
 
@@ -165,6 +194,14 @@ class Explanation:
         p, plan = self.problem, self.plan
         band = [f"causal {p.align}"] if p.causal else []
         band += [f"window {p.window}"] if p.window != (None, None) else []
+        band += [f"packed, {p.packed[0]} and {p.packed[1]} rows"] if p.packed else []
+        band += ["seqlens_k"] if p.seqlens_k else []
+        band += [f"mask {p.mask}"] if p.mask else []
+        band += [f"softcap {p.softcap:g}"] if p.softcap else []
+        band += ["ALiBi"] if p.alibi else []
+        band += ["sinks"] if p.sinks else []
+        band += [f"{kind} {name}" for kind, name in (("score_mod", p.score_mod), ("mask_mod", p.mask_mod)) if name]
+        band += [f"dropout {p.dropout_p:g}"] if p.dropout_p else []
         lines = [
             f"problem   {p.dtype} B={p.batch} Hq={p.q_heads} Hkv={p.kv_heads} Sq={p.q_len} Sk={p.kv_len} D={p.head_dim}"
             + (f" Dv={p.v_head_dim}" if p.v_head_dim != p.head_dim else "")

@@ -6,32 +6,53 @@ module needs torch only; Triton is imported when the first problem takes a kerne
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from . import arch as arches
-from . import reference, verify
+from . import mods, reference, verify
 from .arch import Arch
 from .compat import tritons
 from .dispatch import Plan, plan
+from .extras import NO_EXTRAS, NO_RULES, Extras, Rules, check_extras
 from .problem import Problem, check_tensors, fp32_precision, output_strides
 
 _lib = torch.library.Library("lazymax", "DEF")  # type: ignore[no-untyped-call]
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-_RULES = "bool causal, int? window_left, int? window_right, str align, float? scale"
-_lib.define(  # type: ignore[no-untyped-call]
-    f"attention_forward(Tensor q, Tensor k, Tensor v, {_RULES}, str impl, float? rescale_threshold, bool return_lse)"
-    " -> (Tensor, Tensor)",
-    tags=_TAGS,
+_EXTRAS = (
+    "Tensor? mask, Tensor? alibi_slopes, Tensor? sinks, Tensor? seqlens_k, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+    "Tensor? dropout_seed, Tensor[] score_args, Tensor[] mask_args"
+)
+_RULES = (
+    "bool causal, int? window_left, int? window_right, str align, float? scale, float softcap, float dropout_p, "
+    "str? score_mod, str? mask_mod, SymInt? max_seqlen_q, SymInt? max_seqlen_k"
 )
 _lib.define(  # type: ignore[no-untyped-call]
-    f"attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, {_RULES})"
-    " -> (Tensor, Tensor, Tensor)",
+    f"attention_forward(Tensor q, Tensor k, Tensor v, {_EXTRAS}, {_RULES}, str impl, float? rescale_threshold, "
+    "bool return_lse) -> (Tensor, Tensor)",
     tags=_TAGS,
 )
+# Returns the gradients of q, k, v, mask, alibi_slopes, sinks and every score_arg; empty where `needs` says no.
+_lib.define(  # type: ignore[no-untyped-call]
+    f"attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, {_EXTRAS}, {_RULES}, "
+    "bool[] needs) -> Tensor[]",
+    tags=_TAGS,
+)
+
+
+class Options(NamedTuple):
+    """How the forward runs."""
+
+    impl: str = "auto"
+    rescale_threshold: float | None = None
+    return_lse: bool = False
+
+
+N_EXTRAS, N_RULES = len(Extras._fields), len(Rules._fields)
+DIFFERENTIABLE = (0, 1, 2, 7)  # of the extras: mask, alibi_slopes, sinks, score_args
 
 FORWARD = "lazymax::attention_forward"
 BACKWARD = "lazymax::attention_backward"
@@ -56,15 +77,27 @@ _decided: dict[tuple[Any, ...], _Decision] = {}
 _DECIDED_LIMIT = 4096
 
 
-def _decide(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: tuple[Any, ...], impl: str) -> _Decision:
-    causal, left, right, align, scale, threshold, return_lse = rules
+mods._forget.append(_decided.clear)
+
+# Called with the plan of every forward (None: torch's own function was called instead); see `compat.sdpa`.
+observers: list[Callable[[Plan | None], None]] = []
+
+
+def observe(plan: Plan | None) -> None:
+    """Tell the observers what ran."""
+    for observer in observers:
+        observer(plan)
+
+
+def _decide(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, rules: Rules, options: Options
+) -> _Decision:
     problem = Problem.from_tensors(
-        q, k, v, causal=causal, window=(left, right), align=align, scale=scale, rescale_threshold=threshold,
-        return_lse=return_lse,
-    )  # fmt: skip
+        q, k, v, extras, rules, rescale_threshold=options.rescale_threshold, return_lse=options.return_lse
+    )
     arch = arches.of(q.device)
-    chosen = plan(problem, arch, impl)
-    lse_size = tuple(q.shape[:3]) if return_lse else (0,)
+    chosen = plan(problem, arch, options.impl)
+    lse_size = tuple(q.shape[:3]) if options.return_lse else (0,)
     out_size = (*q.shape[:3], v.shape[3])
     strides = output_strides(q, v.shape[3])
     no_lse = torch.empty(0, dtype=torch.float32, device=q.device)
@@ -72,23 +105,23 @@ def _decide(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: tuple[Any,
 
 
 def _prepare(problem: Problem, chosen: Plan) -> Any:
-    if chosen.route != "triton" or problem.kv_len == 0:
+    if chosen.route != "triton":
         return None
     from .kernels.launch import ForwardLaunch
 
     return ForwardLaunch.prepare(problem, chosen)
 
 
-def _run(decision: _Decision, impl: str, *tensors: torch.Tensor) -> bool:
+def _run(decision: _Decision, impl: str, extras: Extras, *tensors: torch.Tensor) -> bool:
     """Launch, on the tensors' device; False if no kernel could be built and the reference must do it. With impl "auto"
     a row that cannot be built for this GPU gives way to the portable rows, then to the reference, with one warning."""
     device = tensors[0].device
     try:
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
-                decision.launch(*tensors)
+                decision.launch(*tensors, extras)
         else:
-            decision.launch(*tensors)
+            decision.launch(*tensors, extras)
         return True
     except Exception as error:
         from .kernels.launch import is_build_failure
@@ -103,29 +136,24 @@ def _run(decision: _Decision, impl: str, *tensors: torch.Tensor) -> bool:
         )
         decision.plan = plan(decision.problem, decision.arch, instead)
         decision.launch = _prepare(decision.problem, decision.plan)
-    return decision.launch is not None and _run(decision, impl, *tensors)
+    return decision.launch is not None and _run(decision, impl, extras, *tensors)
 
 
 def _forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    causal: bool,
-    window_left: int | None,
-    window_right: int | None,
-    align: str,
-    scale: float | None,
-    impl: str,
-    rescale_threshold: float | None,
-    return_lse: bool,
+    extras: Extras,
+    rules: Rules,
+    options: Options,
     direct: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The operator. direct: called past the dispatcher, so that an LSE nobody asked for need not be a fresh tensor."""
-    rules = (causal, window_left, window_right, align, scale, rescale_threshold, return_lse)
     device = q.device
     key = (
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, device, k.device,
-        v.device, q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15, impl, rules,
+        v.device, q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15, rules, options,
+        None if extras is NO_EXTRAS else _key(extras),
         device.type == "cpu" and tritons.interpreting(),
         fp32_precision() if q.dtype == torch.float32 else None,
     )  # fmt: skip
@@ -133,10 +161,10 @@ def _forward(
     if decision is None:
         if len(_decided) >= _DECIDED_LIMIT:
             _decided.clear()
-        decision = _decided[key] = _decide(q, k, v, rules, impl)
+        decision = _decided[key] = _decide(q, k, v, extras, rules, options)
     problem = decision.problem
     out = torch.empty_strided(decision.out_size, decision.out_strides, dtype=q.dtype, device=device)
-    if direct and not return_lse:
+    if direct and not options.return_lse:
         lse = decision.no_lse
     else:
         lse = torch.empty(decision.lse_size, dtype=torch.float32, device=device)
@@ -144,23 +172,48 @@ def _forward(
         q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v))
     if out.numel() == 0 and lse.numel() == 0:
         return out, lse
-    if problem.kv_len == 0:
-        out.zero_()
-        lse.fill_(float("-inf"))
-    elif decision.launch is None or not _run(decision, impl, q, k, v, out, lse):
-        result, result_lse = reference.fallback(q, k, v, problem)
+    if decision.launch is None or not _run(decision, options.impl, extras, q, k, v, out, lse):
+        result, result_lse = reference.fallback(q, k, v, problem, extras)
         out.copy_(result)
         lse.copy_(result_lse)
-    return verify.after_forward(out, lse, q, k, v, problem, decision.plan)
+    if observers:
+        observe(decision.plan)
+    return verify.after_forward(out, lse, q, k, v, problem, decision.plan, extras)
+
+
+def _key(extras: Extras) -> tuple[Any, ...]:
+    """What a decision depends on of the extras, that of the binary's specialisation included."""
+    return (
+        *(
+            t is not None and (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15)
+            for t in (*extras[:7], *extras.score_args, *extras.mask_args)
+        ),
+        len(extras.score_args),
+    )
+
+
+def _parsed(arguments: tuple[Any, ...]) -> tuple[Extras, Rules, tuple[Any, ...]]:
+    """The operator's arguments after the tensors -> extras, rules, the rest. Absent extras are the object NO_EXTRAS."""
+    of_extras = arguments[:N_EXTRAS]
+    extras = NO_EXTRAS
+    if any(t is not None for t in of_extras[:-2]) or of_extras[-2] or of_extras[-1]:
+        extras = Extras(*of_extras[:-2], tuple(of_extras[-2]), tuple(of_extras[-1]))
+    return extras, Rules(*arguments[N_EXTRAS : N_EXTRAS + N_RULES]), arguments[N_EXTRAS + N_RULES :]
+
+
+def _operator(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    extras, rules, options = _parsed(arguments)
+    return _forward(q, k, v, extras, rules, Options(*options))
 
 
 def _forward_fake(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rules: Any, **named: Any
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    extras, rules, options = _parsed(arguments)
     check_tensors(q, k, v)
-    return_lse = named["return_lse"] if "return_lse" in named else rules[-1]
+    check_extras(q, k, extras, rules)
     out = q.new_empty_strided((*q.shape[:3], v.shape[3]), output_strides(q, v.shape[3]))
-    return out, q.new_empty(q.shape[:3] if return_lse else (0,), dtype=torch.float32)
+    return out, q.new_empty(q.shape[:3] if Options(*options).return_lse else (0,), dtype=torch.float32)
 
 
 def _backward(
@@ -169,15 +222,11 @@ def _backward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    causal: bool,
-    window_left: int | None,
-    window_right: int | None,
-    align: str,
-    scale: float | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    problem = Problem.from_tensors(q, k, v, causal=causal, window=(window_left, window_right), align=align, scale=scale)
-    dq, dk, dv = reference.backward(grad_out, grad_lse, q, k, v, problem)
-    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+    *arguments: Any,
+) -> list[torch.Tensor]:
+    extras, rules, (needs,) = _parsed(arguments)
+    problem = Problem.from_tensors(q, k, v, extras, rules)
+    return [g.contiguous() for g in reference.backward(grad_out, grad_lse, q, k, v, problem, extras, needs)]
 
 
 def _backward_fake(
@@ -186,25 +235,43 @@ def _backward_fake(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    *rules: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    *arguments: Any,
+) -> list[torch.Tensor]:
+    extras, _, (needs,) = _parsed(arguments)
+
+    def empty(t: torch.Tensor | None, need: bool) -> torch.Tensor:
+        if t is None or not need or not t.is_floating_point():
+            return q.new_empty(0)
+        return t.new_empty(t.shape)
+
+    of_extras = [empty(t, need) for t, need in zip(extras[:3], needs, strict=False)]
+    of_args = [empty(t, needs[3]) for t in extras.score_args]
+    return [*(t.new_empty(t.shape) for t in (q, k, v)), *of_extras, *of_args]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, causal, left, right, align, scale, _impl, _threshold, return_lse = inputs
-    ctx.save_for_backward(q, k, v)
-    ctx.rules = (causal, left, right, align, scale)
-    ctx.return_lse = return_lse
+    extras, rules, options = _parsed(inputs[3:])
+    saved = [*inputs[:3], *extras[:7], *extras.score_args, *extras.mask_args]
+    ctx.save_for_backward(*saved)
+    ctx.rules, ctx.options = rules, Options(*options)
+    ctx.n_score_args = len(extras.score_args)
+    ctx.needs = [t is not None and t.is_floating_point() and t.requires_grad for t in extras[:3]] + [
+        any(t.requires_grad for t in extras.score_args)
+    ]
 
 
-def _differentiate(ctx: Any, grad_out: torch.Tensor, grad_lse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    q, k, v = ctx.saved_tensors
-    grad_lse = grad_lse if ctx.return_lse else None
+def _differentiate(ctx: Any, grad_out: torch.Tensor, grad_lse: torch.Tensor | None) -> tuple[Any, ...]:
+    q, k, v, *rest = ctx.saved_tensors
+    n = 7 + ctx.n_score_args
+    extras = (*rest[:7], list(rest[7:n]), list(rest[n:]))
+    grad_lse = grad_lse if ctx.options.return_lse else None
     transformed = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
     operator: Any = _Backward.apply if transformed else torch.ops.lazymax.attention_backward
-    grads = operator(grad_out, grad_lse, q, k, v, *ctx.rules)
-    return (*grads, None, None, None, None, None, None, None, None)
+    grads = operator(grad_out, grad_lse, q, k, v, *extras, *ctx.rules, ctx.needs)
+    mask, slopes, sinks = (g if need else None for g, need in zip(grads[3:6], ctx.needs[:3], strict=True))
+    args = [g if ctx.needs[3] and t.is_floating_point() else None for g, t in zip(grads[6:], rest[7:n], strict=True)]
+    none = (None,) * (N_RULES + len(Options._fields))
+    return (*grads[:3], mask, slopes, sinks, None, None, None, None, args, [None] * len(rest[n:]), *none)
 
 
 INSTEAD = (
@@ -243,25 +310,32 @@ class _Backward(torch.autograd.Function):
     jvp = staticmethod(_refuse_jvp)
 
     @staticmethod
-    def forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return torch.ops.lazymax.attention_backward(*inputs)  # type: ignore[no-any-return]
+    def forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.ops.lazymax.attention_backward(*inputs))
 
 
-def forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    extras: Extras = NO_EXTRAS,
+    rules: Rules = NO_RULES,
+    options: Options = Options(),  # noqa: B008, immutable
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`torch.ops.lazymax.attention_forward`, which also works under torch.func transforms (grad, vmap, their mixtures).
 
     A plain eager call without gradients goes to the implementation directly: the dispatcher's way there through Python
     costs more than the kernel at small sizes.
     """
     if torch.compiler.is_compiling():
-        return torch.ops.lazymax.attention_forward(*inputs)  # type: ignore[no-any-return]
+        return torch.ops.lazymax.attention_forward(q, k, v, *extras, *rules, *options)  # type: ignore[no-any-return]
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
-        return _Forward.apply(*inputs)  # type: ignore[no-any-return,no-untyped-call]
-    q, k, v = inputs[:3]
+        return _Forward.apply(q, k, v, *extras, *rules, *options)  # type: ignore[no-any-return,no-untyped-call]
     plain = type(q) is type(k) is type(v) is torch.Tensor and torch._C._len_torch_dispatch_stack() == 0
     if plain and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
-        return _forward(*inputs, True)  # type: ignore[call-arg]
-    return torch.ops.lazymax.attention_forward(*inputs)  # type: ignore[no-any-return]
+        if extras is NO_EXTRAS or not (torch.is_grad_enabled() and any(t.requires_grad for _, t in extras.tensors())):
+            return _forward(q, k, v, extras, rules, options, True)
+    return torch.ops.lazymax.attention_forward(q, k, v, *extras, *rules, *options)  # type: ignore[no-any-return]
 
 
 def _fold(info: Any, in_dims: Sequence[int | None], tensors: Sequence[torch.Tensor | None]) -> list[Any]:
@@ -276,21 +350,68 @@ def _fold(info: Any, in_dims: Sequence[int | None], tensors: Sequence[torch.Tens
     return folded
 
 
-def _forward_vmap(info: Any, in_dims: Any, q: Any, k: Any, v: Any, *rules: Any) -> Any:
+def _fold_extras(info: Any, in_dims: Sequence[Any], batch: int, extras: Extras, rules: Rules) -> Extras:
+    """The extras of the folded batch. Raises NotImplementedError for what has no place in it."""
+    if rules.dropout_p:
+        raise NotImplementedError(
+            "dropout_p: got dropout under vmap, where it is not implemented; fold the batch by hand"
+        )
+    dims = dict(zip(Extras._fields, in_dims, strict=True))
+    for name in ("cu_seqlens_q", "cu_seqlens_k", "score_args", "mask_args"):
+        dim = dims[name]
+        if any(d is not None for d in (dim if isinstance(dim, tuple | list) else (dim,))):
+            raise NotImplementedError(f"{name}: got a vmapped tensor, expected one that is the same for all")
+    if extras.cu_seqlens_q is not None:
+        raise NotImplementedError("cu_seqlens_q: packed sequences under vmap are not implemented; pack them by hand")
+    size = info.batch_size
+
+    def fold(t: torch.Tensor | None, dim: int | None, rank: int) -> torch.Tensor | None:
+        if t is None:
+            return None
+        inner = t if dim is None else t.movedim(dim, 0)
+        if dim is None:
+            if t.dim() < rank or (rank == 4 and t.shape[0] == 1):
+                return t  # the same for every batch element already
+            inner = t.expand(size, *t.shape)
+        if inner.dim() == rank:  # one row for each of the vmapped: repeat it over the batch
+            inner = inner[:, None]
+        return inner.expand(size, batch, *inner.shape[2:]).flatten(0, 1)
+
+    return extras._replace(
+        mask=fold(extras.mask, dims["mask"], 4),
+        alibi_slopes=fold(extras.alibi_slopes, dims["alibi_slopes"], 2),
+        sinks=fold(extras.sinks, dims["sinks"], 2),
+        seqlens_k=fold(extras.seqlens_k, dims["seqlens_k"], 1),
+    )
+
+
+def _forward_vmap(info: Any, in_dims: Any, q: Any, k: Any, v: Any, *arguments: Any) -> Any:
     q, k, v = _fold(info, in_dims[:3], (q, k, v))
-    out, lse = torch.ops.lazymax.attention_forward(q, k, v, *rules)
-    return_lse = rules[-1]
+    extras, rules, options = _parsed(arguments)
+    extras = _fold_extras(info, in_dims[3 : 3 + N_EXTRAS], q.shape[0] // info.batch_size, extras, rules)
+    out, lse = torch.ops.lazymax.attention_forward(q, k, v, *extras, *rules, *options)
+    return_lse = Options(*options).return_lse
     lse = lse.unflatten(0, (info.batch_size, -1)) if return_lse else lse
     return (out.unflatten(0, (info.batch_size, -1)), lse), (0, 0 if return_lse else None)
 
 
-def _backward_vmap(info: Any, in_dims: Any, grad_out: Any, grad_lse: Any, q: Any, k: Any, v: Any, *rules: Any) -> Any:
+def _backward_vmap(
+    info: Any, in_dims: Any, grad_out: Any, grad_lse: Any, q: Any, k: Any, v: Any, *arguments: Any
+) -> Any:
     folded = _fold(info, in_dims[:5], (grad_out, grad_lse, q, k, v))
-    grads = torch.ops.lazymax.attention_backward(*folded, *rules)
-    return tuple(g.unflatten(0, (info.batch_size, -1)) for g in grads), (0, 0, 0)
+    extras, rules, (needs,) = _parsed(arguments)
+    if any(needs):
+        raise NotImplementedError(
+            "lazymax: vmapped gradients of attn_mask, alibi_slopes, sinks and score_mod_args are not implemented; "
+            f"{INSTEAD}"
+        )
+    extras = _fold_extras(info, in_dims[5 : 5 + N_EXTRAS], folded[2].shape[0] // info.batch_size, extras, rules)
+    grads = torch.ops.lazymax.attention_backward(*folded, *extras, *rules, needs)
+    shaped = [g.unflatten(0, (info.batch_size, -1)) for g in grads[:3]]
+    return [*shaped, *grads[3:]], [0, 0, 0, *(None for _ in grads[3:])]
 
 
-_lib.impl("attention_forward", _forward, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+_lib.impl("attention_forward", _operator, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 _lib.impl("attention_backward", _backward, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 torch.library.register_fake(FORWARD, _forward_fake, lib=_lib)
 torch.library.register_fake(BACKWARD, _backward_fake, lib=_lib)

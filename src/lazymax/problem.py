@@ -7,45 +7,8 @@ from typing import Any
 
 import torch
 
-ALIGNMENTS = ("top_left", "bottom_right")
-
-
-def parse_causal(causal: str | bool | None) -> str | None:
-    """The `causal` argument of `attention()`: None or False for no causal rule, else an alignment by name."""
-    if causal is None or causal is False:
-        return None
-    if causal is True:
-        raise ValueError(
-            "causal: got True, expected 'top_left' (PyTorch: query i sees keys 0..i) or 'bottom_right' (flash-attn: "
-            "the last query sees all keys); they differ when q and k have different lengths"
-        )
-    if causal not in ALIGNMENTS:
-        raise ValueError(f"causal: got {causal!r}, expected None, 'top_left' or 'bottom_right'")
-    return causal
-
-
-def parse_window(window: tuple[int | None, int | None] | None) -> tuple[int | None, int | None]:
-    """The `window` argument: (left, right), both edges inclusive, None or -1 for open."""
-    if window is None:
-        return None, None
-    if not isinstance(window, tuple | list) or len(window) != 2:
-        raise ValueError(f"window: got {window!r}, expected a pair (left, right) of key counts, None or -1 for open")
-    for side in window:
-        if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
-            raise TypeError(f"window: got {window!r}, expected integers or None")
-        if side is not None and side < -1:
-            raise ValueError(f"window: got {window!r}; only None or -1 means open, other negative sizes mean nothing")
-    left, right = (None if side == -1 else side for side in window)
-    return left, right
-
-
-def align_of(causal: str | None, window_align: str | None) -> str:
-    """Where the diagonal lies: as `causal` says, else as `window_align` says, else top left."""
-    if window_align not in (None, *ALIGNMENTS):
-        raise ValueError(f"window_align: got {window_align!r}, expected None, 'top_left' or 'bottom_right'")
-    if causal and window_align and causal != window_align:
-        raise ValueError(f"window_align: got {window_align!r} beside causal={causal!r}; they must agree")
-    return causal or window_align or "top_left"
+from .extras import NO_EXTRAS, NO_RULES, Extras, Rules, check_extras, check_numbers
+from .options import parse_options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,13 +25,21 @@ class Problem:
     dtype: str
     causal: bool = False
     window: tuple[int | None, int | None] = (None, None)
-    align: str = "top_left"  # where the diagonal of `causal` and `window` lies when q_len != kv_len
+    align: str = "top_left"  # where the diagonal of `causal`, `window` and ALiBi lies when q_len != kv_len
     scale: float = 1.0
     rescale_threshold: float = 8.0
     return_lse: bool = False
     requires_grad: bool = False
     mask: str | None = None  # dtype of a dense mask
+    mask_varies: tuple[bool, bool, bool, bool] = (False, False, False, False)  # over batch, head, query, key
+    softcap: float = 0.0  # natural units, 0: none
+    alibi: bool = False
+    sinks: bool = False
+    score_mod: str | None = None
+    mask_mod: str | None = None
     dropout_p: float = 0.0
+    seqlens_k: bool = False  # every batch element has its own number of keys, kv_len is the most
+    packed: tuple[int, int] | None = None  # rows of all sequences in q and in k; q_len and kv_len are upper bounds then
     fp32_precision: str = "ieee"  # of fp32 products; torch's own setting decides, see `fp32_precision()`
     copied: tuple[str, ...] = ()  # inputs whose head dimension is not contiguous
     wide: bool = False  # a row stride needs 64-bit offsets inside one tile
@@ -80,8 +51,25 @@ class Problem:
         return self.q_heads // self.kv_heads if self.kv_heads else 1
 
     @property
+    def ragged(self) -> bool:
+        """The lengths differ over the batch and stand in device memory."""
+        return self.seqlens_k or self.packed is not None
+
+    @property
+    def modified(self) -> bool:
+        """Scores change after the scale, by more than a choice of keys."""
+        return bool(self.softcap or self.alibi or self.score_mod) or self.mask not in (None, "bool")
+
+    def q_tiles(self, block_m: int) -> int:
+        """Query tiles of one head, over the whole batch."""
+        if self.packed:
+            return self.packed[0] // block_m + self.batch + 1  # see kernels/sequences.py
+        return self.batch * -(-self.q_len // block_m)
+
+    @property
     def first_offset(self) -> int | None:
-        """Query i sees no key before `i + first_offset`; None: no left bound."""
+        """Query i sees no key before `i + first_offset`; None: no left bound. Of ragged problems aligned bottom right,
+        the kernel adds each sequence's own difference of lengths to this and to `last_offset`."""
         if self.window[0] is None:
             return None
         return self._clamp(self._shift - self.window[0])
@@ -94,15 +82,19 @@ class Problem:
 
     @property
     def _shift(self) -> int:
-        return self.kv_len - self.q_len if self.align == "bottom_right" else 0
+        return self.kv_len - self.q_len if self.align == "bottom_right" and not self.ragged else 0
 
     def _clamp(self, offset: int) -> int:
         """Beyond the lengths every offset means the same; this keeps the kernel's 32-bit sums in range."""
+        if self.ragged:
+            reach = self.q_len + self.kv_len
+            return max(-reach, min(reach, offset))
         return max(-self.q_len, min(self.kv_len, offset))
 
     @property
     def flops(self) -> float:
-        """Of the two products, counting visible keys only: 4 * D for every visible (query, key) pair if D_v == D."""
+        """Of the two products, counting visible keys only: 4 * D for every visible (query, key) pair if D_v == D. Only
+        the band hides keys here: an upper bound under masks and with ragged lengths."""
         return 2.0 * self.batch * self.q_heads * self.visible_pairs * (self.head_dim + self.v_head_dim)
 
     @property
@@ -121,43 +113,58 @@ class Problem:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        extras: Extras = NO_EXTRAS,
+        rules: Rules = NO_RULES,
         *,
-        causal: bool = False,
-        window: tuple[int | None, int | None] = (None, None),
-        align: str = "top_left",
-        scale: float | None = None,
         rescale_threshold: float | None = None,
         return_lse: bool = False,
-        mask: str | None = None,
-        dropout_p: float = 0.0,
     ) -> "Problem":
-        """Check the tensors (see `check_tensors`) and keep what dispatch needs of them."""
+        """Check the tensors (see `check_tensors`, `check_extras`) and keep what dispatch needs of them."""
         check_tensors(q, k, v)
-        if scale is not None and not math.isfinite(scale):
-            raise ValueError(f"scale: got {scale}, expected a finite number")
+        check_numbers(rules)
+        batch, q_len, kv_len = q.shape[0], q.shape[2], k.shape[2]
+        packed = None
+        if extras is not NO_EXTRAS:
+            check_extras(q, k, extras, rules)
+            if extras.cu_seqlens_q is not None:
+                packed = q_len, kv_len
+                batch = extras.cu_seqlens_q.shape[0] - 1
+                q_len = q_len if rules.max_seqlen_q is None else min(q_len, rules.max_seqlen_q)
+                kv_len = kv_len if rules.max_seqlen_k is None else min(kv_len, rules.max_seqlen_k)
         named = {"q": q, "k": k, "v": v}
+        mask = extras.mask
+        gradients = (*named.values(), *(t for _, t in extras.tensors()))
         return cls(
-            batch=q.shape[0],
+            batch=batch,
             q_heads=q.shape[1],
             kv_heads=k.shape[1],
-            q_len=q.shape[2],
-            kv_len=k.shape[2],
+            q_len=q_len,
+            kv_len=kv_len,
             head_dim=q.shape[3],
             v_head_dim=v.shape[3],
-            dtype=str(q.dtype).removeprefix("torch."),
-            causal=causal,
-            window=window,
-            align=align,
-            scale=default_scale(q.shape[3]) if scale is None else float(scale),
+            dtype=_name(q.dtype),
+            causal=rules.causal,
+            window=(rules.window_left, rules.window_right),
+            align=rules.align,
+            scale=default_scale(q.shape[3]) if rules.scale is None else float(rules.scale),
             rescale_threshold=default_threshold(rescale_threshold),
             return_lse=return_lse,
-            requires_grad=torch.is_grad_enabled() and any(t.requires_grad for t in named.values()),
-            mask=mask,
-            dropout_p=dropout_p,
+            requires_grad=torch.is_grad_enabled() and any(t.requires_grad for t in gradients),
+            mask=None if mask is None else _name(mask.dtype),
+            mask_varies=NOWHERE if mask is None else _varies(mask),
+            softcap=float(rules.softcap),
+            alibi=extras.alibi_slopes is not None,
+            sinks=extras.sinks is not None,
+            score_mod=rules.score_mod,
+            mask_mod=rules.mask_mod,
+            dropout_p=float(rules.dropout_p),
+            seqlens_k=extras.seqlens_k is not None,
+            packed=packed,
             fp32_precision=fp32_precision() if q.dtype == torch.float32 else "ieee",
             copied=tuple(name for name, t in named.items() if not _last_contiguous(t)),
             wide=output_strides(q, v.shape[3])[2] >= WIDE_STRIDE
-            or any(_last_contiguous(t) and t.shape[2] > 1 and t.stride(2) >= WIDE_STRIDE for t in named.values()),
+            or any(_last_contiguous(t) and t.shape[2] > 1 and t.stride(2) >= WIDE_STRIDE for t in named.values())
+            or (mask is not None and max(mask.stride()[2:]) >= WIDE_STRIDE),
             descriptor_refusal=_descriptor_refusal("q", q)
             or _descriptor_refusal("k", k)
             or _descriptor_refusal("v", v),
@@ -170,22 +177,13 @@ class Problem:
         k: torch.Tensor,
         v: torch.Tensor,
         *,
-        causal: str | None = None,
-        window: tuple[int | None, int | None] | None = None,
-        window_align: str | None = None,
-        **rules: Any,
+        rescale_threshold: float | None = None,
+        return_lse: bool = False,
+        **options: Any,
     ) -> "Problem":
         """From the arguments of `attention()`, bhsd."""
-        causal = parse_causal(causal)
-        return cls.from_tensors(
-            q,
-            k,
-            v,
-            causal=causal is not None,
-            window=parse_window(window),
-            align=align_of(causal, window_align),
-            **rules,
-        )
+        extras, rules = parse_options(q, **options)
+        return cls.from_tensors(q, k, v, extras, rules, rescale_threshold=rescale_threshold, return_lse=return_lse)
 
     @classmethod
     def from_shape(cls, shape: Sequence[int], dtype: torch.dtype | str, **rules: Any) -> "Problem":
@@ -197,7 +195,15 @@ class Problem:
         kind = parse_dtype(dtype)
         sizes = ((q_heads, q_len, head_dim), (kv_heads, kv_len, head_dim), (kv_heads, kv_len, shape[-1]))
         q, k, v = (torch.empty(batch, *size, dtype=kind, device="meta") for size in sizes)
-        return cls.from_call(q, k, v, **rules)
+        return cls.from_call(q, k, v, **{name: _to_meta(value) for name, value in rules.items()})
+
+
+NOWHERE = (False, False, False, False)
+
+
+def _varies(mask: torch.Tensor) -> tuple[bool, bool, bool, bool]:
+    batch, heads, rows, cols = (n > 1 and s != 0 for n, s in zip(mask.shape, mask.stride(), strict=True))
+    return batch, heads, rows, cols
 
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -238,6 +244,16 @@ def output_strides(q: torch.Tensor, v_head_dim: int) -> list[int]:
         strides[dim] = step
         step = step * q.shape[dim]
     return strides
+
+
+def _to_meta(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return type(value)(_to_meta(item) for item in value)
+    return value.to("meta") if isinstance(value, torch.Tensor) else value
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def default_scale(head_dim: int) -> float:

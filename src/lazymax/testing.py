@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from . import reference
+from . import dropout, reference
+from .extras import NO_EXTRAS, Extras
 from .problem import Problem
 
 # One unit in the last place of the largest element of a row; for fp32 room for exp2 and log2 of the GPU (2 ulp each).
@@ -96,14 +97,37 @@ def within_budget(
     return Budget(bool((gap <= allowed).all()), gap[index].item(), allowed[index].item(), index, what)
 
 
+def dropout_keep(
+    seed: int | torch.Tensor,
+    batch: int,
+    heads: int,
+    q_len: int,
+    kv_len: int,
+    dropout_p: float,
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """Which probabilities dropout keeps, boolean (batch, heads, q_len, kv_len): what a call with this `dropout_seed`
+    keeps for these query heads, on every device and route. The batch index counts packed sequences where there are."""
+    b, h, q_idx = (torch.arange(n, device=device) for n in (batch, heads, q_len))
+    return dropout.kept(
+        dropout.seed_tensor(seed, device), b[:, None, None, None], h[:, None, None], q_idx[:, None], kv_len, dropout_p
+    )
+
+
 def check_attention(
-    out: torch.Tensor, lse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    problem: Problem,
+    extras: Extras = NO_EXTRAS,
 ) -> list[Budget]:
     """Compare an output (and its LSE, if given) with the float64 reference of the same problem, within the error
     budget. The low-precision twin computes in float32, with P and the result rounded to the dtype of q."""
-    exact, exact_lse = reference.attention(q, k, v, problem)
+    exact, exact_lse = reference.attention(q, k, v, problem, extras=extras)
     low_dtype = reference.compute_dtype(q.dtype)
-    lowered, low_lse = reference.attention(q, k, v, problem, low_dtype, p_dtype=q.dtype)
+    lowered, low_lse = reference.attention(q, k, v, problem, low_dtype, p_dtype=q.dtype, extras=extras)
     budgets = [within_budget(out, exact, lowered.to(q.dtype), eps=EPS[q.dtype])]
     if lse is not None:
         budgets.append(within_budget(lse[..., None], exact_lse[..., None], low_lse[..., None], eps=2e-6, what="lse"))

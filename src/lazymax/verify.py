@@ -11,6 +11,7 @@ import torch
 from . import reference, testing
 from .compat import tritons
 from .dispatch import Plan
+from .extras import NO_EXTRAS, Extras, check_offsets
 from .problem import Problem
 
 
@@ -59,6 +60,7 @@ def after_forward(
     v: torch.Tensor,
     problem: Problem,
     plan: Plan,
+    extras: Extras = NO_EXTRAS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Called by the operator with what it is about to return."""
     state = _active.get()
@@ -66,8 +68,9 @@ def after_forward(
         return out, lse
     if q.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("lazymax.verification: cannot compare during CUDA-graph capture; capture outside the block")
+    check_offsets(q.shape[2], k.shape[2], extras)
     state.checked += 1
-    budgets = testing.check_attention(out, lse if problem.return_lse else None, q, k, v, problem)
+    budgets = testing.check_attention(out, lse if problem.return_lse else None, q, k, v, problem, extras)
     bad = [budget for budget in budgets if not budget.ok]
     if not bad:
         return out, lse
@@ -81,7 +84,7 @@ def after_forward(
         raise VerificationError(message)
     if len(state.mismatches) == 1:
         warnings.warn(message + "; the reference's result is returned", RuntimeWarning, stacklevel=2)
-    exact, exact_lse = reference.attention(q, k, v, problem)
+    exact, exact_lse = reference.attention(q, k, v, problem, extras=extras)
     out.copy_(exact)
     if problem.return_lse:
         lse.copy_(exact_lse)

@@ -39,7 +39,7 @@ class When:
             return "for causal problems" if self.causal else "for problems without a right bound"
         if self.window is not None and self.window != (problem.first_offset is not None):
             return "for windows" if self.window else "for problems without a left bound"
-        programs = -(-problem.q_len // block_m) * problem.batch * problem.q_heads
+        programs = problem.q_tiles(block_m) * problem.q_heads
         if self.min_programs is not None and programs < self.min_programs * arch.multiprocessors:
             return f"for {self.min_programs:g} programs per multiprocessor and more, got {programs} in all"
         return None
@@ -69,8 +69,9 @@ class Tile:
 
     def refusal(self, problem: Problem, arch: Arch) -> str | None:
         """Why this row cannot take the problem on this GPU, or None."""
-        if -(-problem.q_len // self.block_m) > MAX_Q_TILES:
-            return f"takes {MAX_Q_TILES * self.block_m} queries at most, got {problem.q_len}"
+        rows = problem.packed[0] if problem.packed else problem.q_len
+        if (problem.q_tiles(self.block_m) if problem.packed else -(-rows // self.block_m)) > MAX_Q_TILES:
+            return f"takes {MAX_Q_TILES * self.block_m} queries at most, got {rows}"
         if self.descriptors and not arch.descriptors:
             return f"needs tensor descriptors, {arch.id} has none"
         if self.descriptors and problem.descriptor_refusal:

@@ -11,20 +11,29 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .. import mods
 from ..compat import tritons
 from ..dispatch import Plan
+from ..extras import NO_EXTRAS, Extras
 from ..problem import Problem
+from . import blocks
 from .forward import Config, attention_forward
 from .memory import View
+from .scores import Mask, Modifiers
+from .sequences import Lengths
 
 MAX_GRID = 65535  # of the second and third dimension of a grid, on CUDA and HIP
 LOG2E = 1.4426950408889634
 TINY_SCALE = 2.0**-126  # for a scale of 0: its products with scores vanish, but -inf (masked) stays -inf
 
 
-def block_width(dim: int, least: int) -> int:
-    """Columns of a tile that holds `dim` columns: tensor shapes are powers of two."""
-    return max(least, triton.next_power_of_2(dim))
+def pieces(dim: int, least: int) -> tuple[tuple[int, int], ...]:
+    """(first column, columns) of the tiles that hold `dim` columns. Tile shapes are powers of two of at least `least`;
+    two tiles where that multiplies less than one would: 96 = 64 + 32, 80 = 64 + 16, 192 = 128 + 64."""
+    whole = max(least, triton.next_power_of_2(dim))
+    main = whole // 2
+    tail = max(least, triton.next_power_of_2(dim - main))
+    return ((0, whole),) if main < least or main + tail >= whole else ((0, main), (main, tail))
 
 
 def view_strides(t: torch.Tensor) -> tuple[int, ...]:
@@ -44,6 +53,21 @@ def is_build_failure(error: Exception) -> bool:
     return isinstance(error, OutOfResources | PTXASError | CompilationError) or "PassManager" in str(error)
 
 
+def _constant(value: Any) -> Any:
+    """A field of `Config` as the kernel takes it: functions as they are, tuples element by element."""
+    if isinstance(value, tuple):
+        return tuple(_constant(item) for item in value)
+    return value if value is None or callable(value) else tl.constexpr(value)
+
+
+def _per_head(t: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
+    """A (H,) or (B, H) tensor and its batch stride."""
+    if t is None:
+        return None, 0
+    t = t.contiguous()
+    return t, t.stride(0) if t.dim() == 2 else 0
+
+
 @dataclass(slots=True)
 class ForwardLaunch:
     """The portable kernel, ready for every call with the same problem; made once, called often.
@@ -53,12 +77,13 @@ class ForwardLaunch:
     of the host time of a call.
     """
 
-    batch: int
+    problem: Problem
     grid: tuple[int, int, int]
     config: Config
     scalars: tuple[Any, ...]
     options: dict[str, Any]
     descriptors: bool
+    list_size: tuple[int, int, int, int] | None  # (batches, heads, slots, blocks) of the list of key blocks
     strides: tuple[tuple[int, ...], ...] | None = None  # of the views of q, k, v, out
     binary: Callable[..., None] | None = None
 
@@ -66,72 +91,166 @@ class ForwardLaunch:
     def prepare(cls, problem: Problem, plan: Plan) -> "ForwardLaunch":
         tile = plan.tile
         assert tile is not None
-        first, last = problem.first_offset, problem.last_offset
+        p = problem
+        first, last = p.first_offset, p.last_offset
+        score_mod = mods.get("score_mod", p.score_mod).function if p.score_mod else None
+        mask_mod = mods.get("mask_mod", p.mask_mod) if p.mask_mod else None
         config = Config(
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
-            BLOCK_D=block_width(problem.head_dim, plan.least_columns),
-            BLOCK_DV=block_width(problem.v_head_dim, plan.least_columns),
-            D=problem.head_dim,
-            D_V=problem.v_head_dim,
-            GROUP=problem.group,
+            D_PIECES=pieces(p.head_dim, plan.least_columns),
+            DV_PIECES=pieces(p.v_head_dim, plan.least_columns),
+            D=p.head_dim,
+            D_V=p.v_head_dim,
+            GROUP=p.group,
             HAS_FIRST=first is not None,
             HAS_LAST=last is not None,
+            BOTTOM_RIGHT=p.align == "bottom_right",
             DESCRIPTOR=tile.descriptors,
             BRANCH=plan.rescale == "branch",
-            PRECISION=problem.fp32_precision,
-            UPCAST=tritons.interpreter_needs_upcast(problem.dtype),
-            WIDE=problem.wide,
-            NEGATE=problem.scale < 0,
-            STORE_LSE=problem.return_lse,
+            PRECISION=p.fp32_precision,
+            UPCAST=tritons.interpreter_needs_upcast(p.dtype),
+            WIDE=p.wide,
+            NEGATE=p.scale < 0 and not p.modified,
+            STORE_LSE=p.return_lse,
+            MODIFIED=p.modified,
+            CHOOSES=p.mask == "bool" or mask_mod is not None,
+            BOOL_MASK=p.mask == "bool",
+            FLOAT_MASK=p.mask not in (None, "bool"),
+            MASK_ROWS=p.mask_varies[2],
+            MASK_COLS=p.mask_varies[3],
+            SCORE_MOD=score_mod,
+            MASK_MOD=mask_mod and mask_mod.function,
+            LISTED=plan.listed,
         )
-        scale_log2 = max(abs(problem.scale) * LOG2E, TINY_SCALE)
-        scalars = (scale_log2, problem.rescale_threshold, problem.q_len, problem.kv_len, first or 0, last or 0)
+        scale_log2 = LOG2E if p.modified else max(abs(p.scale) * LOG2E, TINY_SCALE)
+        q_len, kv_len = p.packed or (p.q_len, p.kv_len)
+        scalars = (scale_log2, p.rescale_threshold, q_len, kv_len, first or 0, last or 0, q_len)
         # Triton's default for fusion flips in 3.10; softmax.exponent wants it.
         options: dict[str, Any] = dict(num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True)
         if tile.max_registers is not None:
             options["maxnreg"] = tile.max_registers
-        q_tiles = triton.cdiv(problem.q_len, tile.block_m)
+        tiles = p.q_tiles(tile.block_m) if p.packed else triton.cdiv(p.q_len, tile.block_m)
+        batches = 1 if p.packed else p.batch
+        list_size = None
+        if plan.listed:
+            by_batch = p.mask_varies[0] or p.seqlens_k or (mask_mod is not None and mask_mod.uses("b"))
+            by_head = p.mask_varies[1] or (mask_mod is not None and mask_mod.uses("h"))
+            list_size = (
+                batches if by_batch else 1, p.q_heads if by_head else 1, tiles, triton.cdiv(kv_len, tile.block_n)
+            )  # fmt: skip
         return cls(
-            batch=problem.batch,
-            grid=(problem.q_heads, q_tiles, min(problem.batch, MAX_GRID)),
-            config=Config(*map(tl.constexpr, config)),
+            problem=p,
+            grid=(p.q_heads, tiles, min(batches, MAX_GRID)),
+            config=Config(*map(_constant, config)),
             scalars=scalars,
             options=options,
             descriptors=tile.descriptors,
+            list_size=list_size,
         )
 
     def arguments(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        extras: Extras = NO_EXTRAS,
     ) -> tuple[Any, ...]:
-        """Positional arguments of `attention_forward`."""
+        """Positional arguments of `attention_forward`; makes the list of key blocks if there is to be one."""
         if self.strides is None:
             self.strides = tuple(view_strides(t) for t in (q, k, v, out))
-        q_tiles = k_tiles = v_tiles = None
+        described: tuple[Any, ...] = (None,) * 6
         if self.descriptors:
             rows = self.config.BLOCK_N.value
-            q_tiles = describe(q, self.config.BLOCK_M.value, self.config.BLOCK_D.value)
-            k_tiles = describe(k, rows, self.config.BLOCK_D.value)
-            v_tiles = describe(v, rows, self.config.BLOCK_DV.value)
-        of_q, of_k, of_v, of_out = self.strides
-        views = View(q, *of_q), View(k, *of_k), View(v, *of_v), View(out, *of_out)
-        return (*views, lse, q_tiles, k_tiles, v_tiles, *self.scalars, self.config)
+            of_q = self._describe(q, self.config.BLOCK_M.value, self.config.D_PIECES)
+            of_k = self._describe(k, rows, self.config.D_PIECES)
+            of_v = self._describe(v, rows, self.config.DV_PIECES)
+            described = (of_q[0], of_k[0], of_v[0], of_q[1], of_k[1], of_v[1])
+        q_strides, k_strides, v_strides, out_strides = self.strides
+        views = View(q, *q_strides), View(k, *k_strides), View(v, *v_strides), View(out, *out_strides)
+        lengths, modifiers, listed = NO_LENGTHS, NO_MODIFIERS, None
+        if extras is not NO_EXTRAS or self.config.MODIFIED.value or self.list_size:
+            lengths, modifiers = self._lengths(extras), self._modifiers(extras)
+            listed = self._list(lengths, modifiers, q.device) if self.list_size else None
+        return (*views, lse, *described, *self.scalars, lengths, modifiers, listed, self.config)
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
-        if self.batch > MAX_GRID:
-            self._in_slices(q, k, v, out, lse)
+    @staticmethod
+    def _describe(t: torch.Tensor, rows: int, of: Any) -> list[TensorDescriptor | None]:
+        found: list[TensorDescriptor | None] = [describe(t, rows, cols.value) for _, cols in of]
+        return [*found, None][:2]
+
+    def _lengths(self, extras: Extras) -> Lengths:
+        if extras.cu_seqlens_q is None:
+            return Lengths(seqlens_k=extras.seqlens_k)
+        count = self.problem.batch
+        return Lengths(None, extras.cu_seqlens_q, extras.cu_seqlens_k, count, count.bit_length())
+
+    def _modifiers(self, extras: Extras) -> Modifiers:
+        p = self.problem
+        mask = None
+        if extras.mask is not None:
+            steps = (s if n > 1 else 0 for n, s in zip(extras.mask.shape, extras.mask.stride(), strict=True))
+            mask = Mask(extras.mask, *steps)
+        keep = 1.0 - p.dropout_p
+        return Modifiers(
+            p.scale if p.modified else None,
+            p.softcap or None,
+            *_per_head(extras.alibi_slopes),
+            mask,
+            tuple(extras.score_args),
+            tuple(extras.mask_args),
+            *_per_head(extras.sinks),
+            extras.dropout_seed,
+            p.dropout_p if p.dropout_p else None,
+            (1.0 / keep if keep else 0.0) if p.dropout_p else None,
+        )
+
+    def _list(self, lengths: Lengths, modifiers: Modifiers, device: torch.device) -> blocks.List:
+        """Run the two kernels that list the key blocks of every query tile."""
+        assert self.list_size is not None
+        batches, heads, slots, n_blocks = self.list_size
+        kinds = torch.empty(self.list_size, dtype=torch.int8, device=device)
+        rows = torch.empty(batches, heads, slots, n_blocks + 2, dtype=torch.int32, device=device)
+        of_kinds, of_rows = (
+            blocks.List(t, *(s if n > 1 else 0 for n, s in zip(t.shape[:2], t.stride()[:2], strict=True)), t.stride(2))
+            for t in (kinds, rows)
+        )
+        if device.type != "meta":
+            _, _, q_len, kv_len, first, last, _ = self.scalars
+            grid = (n_blocks, slots, batches * heads)
+            blocks.classify[grid](of_kinds, heads, q_len, kv_len, first, last, lengths, modifiers, self.config)
+            blocks.compact[slots, heads, batches](of_kinds, of_rows, n_blocks)
+        return of_rows
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        extras: Extras = NO_EXTRAS,
+    ) -> None:
+        if self.problem.batch > MAX_GRID and not self.problem.packed:
+            self._in_slices(q, k, v, out, lse, extras)
         elif self.binary is not None:
-            self.binary(*self.arguments(q, k, v, out, lse))
+            self.binary(*self.arguments(q, k, v, out, lse, extras))
         else:
-            kernel = attention_forward[self.grid](*self.arguments(q, k, v, out, lse), **self.options)
+            kernel = attention_forward[self.grid](*self.arguments(q, k, v, out, lse, extras), **self.options)
             self.binary = kernel[self.grid] if kernel is not None else None  # the interpreter has none
 
     def _in_slices(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, extras: Extras
     ) -> None:
         """A batch that is larger than the third dimension of a grid may be."""
-        for start in range(0, self.batch, MAX_GRID):
+        for start in range(0, self.problem.batch, MAX_GRID):
             part = [t[start : start + MAX_GRID] for t in (q, k, v, out)]
             part_lse = lse[start : start + MAX_GRID] if lse.numel() else lse
             grid = (*self.grid[:2], part[0].shape[0])
-            attention_forward[grid](*self.arguments(*part, part_lse), **self.options)
+            attention_forward[grid](*self.arguments(*part, part_lse, extras), **self.options)
+
+
+NO_LENGTHS = Lengths()
+NO_MODIFIERS = Modifiers()

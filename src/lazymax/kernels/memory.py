@@ -20,8 +20,9 @@ class View(NamedTuple):
 
 
 @triton.jit
-def tile_pointers(view, batch, head, start, ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr):
-    """Pointers to rows [start, start + ROWS) of one head.
+def tile_pointers(view, batch, head, start, ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr,
+                  FIRST: tl.constexpr = 0):
+    """Pointers to rows [start, start + ROWS) and columns [FIRST, FIRST + COLS) of one head.
 
     An index is 64-bit before it meets a stride: one that fits in 32 bits times a stride that does need not (fused QKV
     buffers pass 2**31 at video lengths). Inside a tile 32 bits do, unless WIDE: rows 2**23 elements apart or more.
@@ -31,21 +32,22 @@ def tile_pointers(view, batch, head, start, ROWS: tl.constexpr, COLS: tl.constex
     rows = tl.arange(0, ROWS)
     if WIDE:
         rows = rows.to(tl.int64)
-    return base + (rows * view.row_stride)[:, None] + tl.arange(0, COLS)[None, :]
+    return base + (rows * view.row_stride)[:, None] + (tl.arange(0, COLS) + FIRST)[None, :]
 
 
 @triton.jit
 def load_tile(view, batch, head, start, n_rows, N_COLS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-              CHECK_ROWS: tl.constexpr, WIDE: tl.constexpr):
-    """Rows [start, start + ROWS) and columns [0, COLS) of one head; 0 where the tensor has none."""
-    pointers = tile_pointers(view, batch, head, start, ROWS, COLS, WIDE)
+              CHECK_ROWS: tl.constexpr, WIDE: tl.constexpr, FIRST: tl.constexpr = 0):
+    """Rows [start, start + ROWS) and columns [FIRST, FIRST + COLS) of one head; 0 from row n_rows and column N_COLS
+    on."""
+    pointers = tile_pointers(view, batch, head, start, ROWS, COLS, WIDE, FIRST)
     row_inside = (start + tl.arange(0, ROWS) < n_rows)[:, None]
-    col_inside = (tl.arange(0, COLS) < N_COLS)[None, :]
-    if CHECK_ROWS and N_COLS != COLS:
+    col_inside = (tl.arange(0, COLS) + FIRST < N_COLS)[None, :]
+    if CHECK_ROWS and N_COLS < FIRST + COLS:
         tile = tl.load(pointers, mask=row_inside & col_inside, other=0.0)
     elif CHECK_ROWS:
         tile = tl.load(pointers, mask=row_inside, other=0.0)
-    elif N_COLS != COLS:
+    elif N_COLS < FIRST + COLS:
         tile = tl.load(pointers, mask=col_inside, other=0.0)
     else:
         tile = tl.load(pointers)
@@ -53,15 +55,31 @@ def load_tile(view, batch, head, start, n_rows, N_COLS: tl.constexpr, ROWS: tl.c
 
 
 @triton.jit
-def load_described(descriptor, batch, head, start, ROWS: tl.constexpr, COLS: tl.constexpr):
+def load_described(descriptor, batch, head, start, ROWS: tl.constexpr, COLS: tl.constexpr, FIRST: tl.constexpr = 0):
     """The same through a tensor descriptor over (batch, head, row, column); the hardware fills in the zeros."""
-    return descriptor.load([batch, head, start, 0]).reshape([ROWS, COLS])
+    return descriptor.load([batch, head, start, FIRST]).reshape([ROWS, COLS])
 
 
 @triton.jit
-def store_tile(view, batch, head, start, n_rows, tile, N_COLS: tl.constexpr, WIDE: tl.constexpr):
-    """Write the rows and columns of `tile` that the tensor has."""
-    pointers = tile_pointers(view, batch, head, start, tile.shape[0], tile.shape[1], WIDE)
+def load_pieces(view, tiles, batch, head, start, n_rows, ROWS: tl.constexpr, CHECK_ROWS: tl.constexpr, config,
+                N_COLS: tl.constexpr, PIECES, DESCRIBED: tl.constexpr):
+    """Rows [start, start + ROWS) of one head, all columns, as a tuple of tiles. PIECES: (first column, columns) of
+    each; tile shapes are powers of two, head dimensions need not be. tiles: a descriptor for each, if DESCRIBED."""
+    pieces = ()
+    for i in tl.static_range(len(PIECES)):
+        if DESCRIBED:
+            pieces = pieces + (load_described(tiles[i], batch, head, start, ROWS, PIECES[i][1], PIECES[i][0]),)
+        else:
+            pieces = pieces + (load_tile(view, batch, head, start, n_rows, N_COLS, ROWS, PIECES[i][1], CHECK_ROWS,
+                                         config.WIDE, PIECES[i][0]),)
+    return pieces
+
+
+@triton.jit
+def store_tile(view, batch, head, start, n_rows, tile, N_COLS: tl.constexpr, WIDE: tl.constexpr,
+               FIRST: tl.constexpr = 0):
+    """Write the rows and columns of `tile`, which begins at column FIRST, that the tensor has."""
+    pointers = tile_pointers(view, batch, head, start, tile.shape[0], tile.shape[1], WIDE, FIRST)
     row_inside = (start + tl.arange(0, tile.shape[0]) < n_rows)[:, None]
-    col_inside = (tl.arange(0, tile.shape[1]) < N_COLS)[None, :]
+    col_inside = (tl.arange(0, tile.shape[1]) + FIRST < N_COLS)[None, :]
     tl.store(pointers, tile, mask=row_inside & col_inside)

@@ -16,6 +16,36 @@ def dot(a, b, acc, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
 
 
 @triton.jit
+def scores(q, k, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+    """q @ k^T, raw, of tiles that are tuples of column pieces."""
+    s = dot(q[0], k[0].T, None, PRECISION, UPCAST)
+    for i in tl.static_range(1, len(q)):
+        s = dot(q[i], k[i].T, s, PRECISION, UPCAST)
+    return s
+
+
+@triton.jit
+def weighted(p, v, acc, PRECISION: tl.constexpr, UPCAST: tl.constexpr, GUARDED: tl.constexpr):
+    """acc + p @ v, v and acc tuples of column pieces."""
+    result = ()
+    for i in tl.static_range(len(v)):
+        if GUARDED:
+            result = result + (guarded_pv(p, v[i], acc[i], PRECISION, UPCAST),)
+        else:
+            result = result + (dot(p, v[i], acc[i], PRECISION, UPCAST),)
+    return result
+
+
+@triton.jit
+def poisoned(acc):
+    """1 if any element of the pieces is NaN, else 0."""
+    found = tl.max((acc[0] != acc[0]).to(tl.int32))
+    for i in tl.static_range(1, len(acc)):
+        found = tl.maximum(found, tl.max((acc[i] != acc[i]).to(tl.int32)))
+    return found
+
+
+@triton.jit
 def narrow(x, dtype: tl.constexpr, UPCAST: tl.constexpr):
     """fp32 -> dtype, to nearest even. UPCAST: Triton's interpreter drops the low half of a bf16 instead of rounding
     (3.6 to 3.9), so the rounding is done on the bits before."""

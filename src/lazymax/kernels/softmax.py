@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 LN2 = tl.constexpr(0.6931471805599453)
-# A pivot before the first visible key: finite, so that no inf - inf arises. Scores below it count as masked.
-NEVER = tl.constexpr(-3.0e38)
+# A pivot before the first visible key: the lowest finite number, so that no inf - inf arises and no score is below it.
+NEVER = tl.constexpr(-3.4028234663852886e38)
 FUSED_LIMIT = tl.constexpr(1048576.0)  # 2**20 log2 units, see `exponent`
 
 
@@ -26,7 +26,7 @@ def exponent(s, pivot, scale_log2, EXACT: tl.constexpr):
     if EXACT:
         x = (s - pivot[:, None]) * scale_log2
     else:
-        x = s * scale_log2 - tl.maximum(pivot * scale_log2, NEVER)[:, None]
+        x = s * scale_log2 - tl.maximum(pivot * scale_log2, NEVER)[:, None]  # -inf of a masked score stays -inf
     return x
 
 
@@ -38,11 +38,21 @@ def needs_exact(m, l, scale_log2):
 
 
 @triton.jit
+def scaled(pieces, factor):
+    """Every tile of the tuple, its rows times the factors."""
+    result = ()
+    for i in tl.static_range(len(pieces)):
+        result = result + (pieces[i] * factor[:, None],)
+    return result
+
+
+@triton.jit
 def step(s, m, l, acc, scale_log2, threshold, BRANCH: tl.constexpr, EXACT: tl.constexpr):
     """Take one block of raw scores (-inf where masked) into the running state.
 
     m: (rows,) pivot, raw, NEVER before the first visible key; l: (rows,) sum of the probabilities against m;
-    acc: (rows, D_v) weighted sum against m. threshold: log2 units; 0 keeps m at the exact running maximum.
+    acc: weighted sum against m, a tuple of (rows, columns) tiles that make up D_v. threshold: log2 units; 0 keeps m at
+    the exact running maximum.
     Returns p, m, l, acc with l already including p, acc rescaled but not yet including p @ v.
 
     BRANCH: skip the multiply of acc by a uniform branch when no row of the tile moved its pivot; otherwise multiply
@@ -54,14 +64,21 @@ def step(s, m, l, acc, scale_log2, threshold, BRANCH: tl.constexpr, EXACT: tl.co
         if tl.max((m_new != m).to(tl.int32), 0) > 0:
             alpha = tl.exp2((m - m_new) * scale_log2)
             l = l * alpha
-            acc = acc * alpha[:, None]
+            acc = scaled(acc, alpha)
     else:
         alpha = tl.exp2((m - m_new) * scale_log2)
         l = l * alpha
-        acc = acc * alpha[:, None]
+        acc = scaled(acc, alpha)
     p = tl.exp2(exponent(s, m_new, scale_log2, EXACT))
     l += tl.sum(p, 1)
     return p, m_new, l, acc
+
+
+@triton.jit
+def natural(m, scale_log2):
+    """The pivot in natural units. In this order a scale of 0 (2**-126) does not underflow, and the lowest number with a
+    scale of log2(e) comes back as itself."""
+    return tl.maximum((m * LN2) * scale_log2, NEVER)
 
 
 @triton.jit
@@ -69,5 +86,19 @@ def finish(m, l, acc, scale_log2):
     """Final state -> (out, LSE in natural log). A row that saw no key gives 0 and -inf. One reciprocal per row."""
     empty = l == 0.0
     inverse = 1.0 / tl.where(empty, 1.0, l)
-    lse = tl.where(empty, float("-inf"), (m * scale_log2 + tl.log2(tl.where(empty, 1.0, l))) * LN2)
-    return acc * inverse[:, None], lse
+    lse = tl.where(empty, float("-inf"), natural(m, scale_log2) + tl.log2(tl.where(empty, 1.0, l)) * LN2)
+    return scaled(acc, inverse), lse
+
+
+@triton.jit
+def finish_with_sink(m, l, acc, scale_log2, sink):
+    """The same with one more key of logit `sink` (natural units) and value 0. A row that saw no other key gives 0 and
+    the sink."""
+    own = natural(m, scale_log2)
+    top = tl.maximum(own, sink)
+    weight = tl.exp2((own - top) / LN2)
+    total = l * weight + tl.exp2((sink - top) / LN2)
+    empty = total == 0.0  # only without any other key, and with a sink of -inf
+    total = tl.where(empty, 1.0, total)
+    lse = tl.where(empty, float("-inf"), top + tl.log2(total) * LN2)
+    return scaled(acc, weight / total), lse

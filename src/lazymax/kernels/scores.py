@@ -1,0 +1,140 @@
+"""What happens to a score between the product and the softmax: softcap, ALiBi, mask, modifications. Natural units.
+
+Each feature that a problem lacks is absent from its build. The torch twin is `lazymax.reference`.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from . import masking
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+class Mask(NamedTuple):
+    """A dense mask (batch, head, query, key); stride 0 where it is the same for all."""
+
+    ptr: Any
+    batch_stride: Any
+    head_stride: Any
+    row_stride: Any
+    col_stride: Any
+
+
+class Modifiers(NamedTuple):
+    """Arguments of the features that change scores, None or empty where the problem lacks one."""
+
+    scale: Any = None  # natural units, signed; None: scores stay raw products, see softmax.exponent
+    softcap: Any = None
+    slopes: Any = None  # of ALiBi
+    slopes_batch_stride: Any = 0
+    mask: Any = None  # a `Mask`
+    score_args: Any = ()
+    mask_args: Any = ()
+    sinks: Any = None
+    sinks_batch_stride: Any = 0
+    seed: Any = None  # of the dropout
+    dropout_p: Any = None
+    growth: Any = None  # 1 / (1 - dropout_p)
+
+
+@triton.jit
+def tanh(x):
+    """No overflow for any x, and exactly odd."""
+    e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
+    t = (1.0 - e) / (1.0 + e)
+    return tl.where(x < 0, -t, t)
+
+
+class Place(NamedTuple):
+    """A tile of scores: whose, and which queries and keys of the span (clamped to its inside)."""
+
+    head: Any
+    first_row: Any
+    first_col: Any
+    rows: Any
+    cols: Any
+
+
+@triton.jit
+def mask_tile(mask, span, place, config):
+    """The mask at a tile's positions, (rows, cols), (rows, 1) or (1, cols): dimensions of stride 0 are read once."""
+    pointers = mask.ptr + tl.cast(span.slab, tl.int64) * mask.batch_stride
+    pointers += tl.cast(place.head, tl.int64) * mask.head_stride
+    # From the tile's first row and column, so that 32 bits do for the offsets inside it, unless WIDE.
+    if config.MASK_ROWS:
+        row = place.rows - place.first_row
+        if config.WIDE:
+            row = row.to(tl.int64)
+        pointers += tl.cast(place.first_row, tl.int64) * mask.row_stride
+        pointers = pointers + (row * mask.row_stride)[:, None]
+    if config.MASK_COLS:
+        col = place.cols - place.first_col
+        if config.WIDE:
+            col = col.to(tl.int64)
+        pointers = pointers + tl.cast(place.first_col, tl.int64) * mask.col_stride
+        pointers = pointers + (col * mask.col_stride)[None, :]
+    if not config.MASK_ROWS and not config.MASK_COLS:
+        pointers = pointers + tl.zeros([1, 1], tl.int32)
+    return tl.load(pointers)
+
+
+@triton.jit
+def modify(s, modifiers, span, place, config):
+    """Raw products -> final scores in natural units."""
+    s = s * modifiers.scale
+    if modifiers.softcap is not None:
+        s = tanh(s / modifiers.softcap) * modifiers.softcap
+    if modifiers.slopes is not None:
+        slope = tl.load(modifiers.slopes + span.batch * modifiers.slopes_batch_stride + place.head).to(tl.float32)
+        distance = tl.abs((place.rows + span.shift)[:, None] - place.cols[None, :])
+        s -= slope * distance.to(tl.float32)
+    if config.FLOAT_MASK:
+        s += mask_tile(modifiers.mask, span, place, config).to(tl.float32)
+    if config.SCORE_MOD is not None:
+        s = config.SCORE_MOD(s, span.batch, place.head, place.rows[:, None], place.cols[None, :],
+                             *modifiers.score_args).to(tl.float32)
+    return s
+
+
+@triton.jit
+def allowed(modifiers, span, place, config):
+    """Which pairs bool mask and mask_mod keep, a tile that broadcasts to (rows, cols); only called if there is one."""
+    if config.MASK_MOD is not None:
+        keep = config.MASK_MOD(span.batch, place.head, place.rows[:, None], place.cols[None, :], *modifiers.mask_args)
+        if config.BOOL_MASK:
+            keep = keep & (mask_tile(modifiers.mask, span, place, config) != 0)
+    else:
+        keep = mask_tile(modifiers.mask, span, place, config) != 0
+    return keep
+
+
+@triton.jit
+def place_at(span, head, first_row, first_col, ROWS: tl.constexpr, COLS: tl.constexpr, EDGE: tl.constexpr):
+    """The place of a tile; EDGE: its columns may lie outside the span (its rows always may)."""
+    rows = tl.minimum(first_row + tl.arange(0, ROWS), span.q_len - 1)
+    cols = first_col + tl.arange(0, COLS)
+    if EDGE:
+        cols = tl.minimum(cols, span.kv_len - 1)
+    return Place(head, first_row, first_col, rows, cols)
+
+
+@triton.jit
+def settle(s, modifiers, span, head, first_row, first_col, config, EDGE: tl.constexpr, CHOOSE: tl.constexpr):
+    """Raw products of a tile -> the scores that the softmax takes, -inf where a key does not count. EDGE: the band or
+    the length may cut through the tile; CHOOSE: bool mask and mask_mod may."""
+    if config.NEGATE:
+        s = -s
+    if config.MODIFIED or (config.CHOOSES and CHOOSE):
+        place = place_at(span, head, first_row, first_col, s.shape[0], s.shape[1], EDGE)
+        if config.MODIFIED:
+            s = modify(s, modifiers, span, place, config)
+        if config.CHOOSES and CHOOSE:
+            s = tl.where(allowed(modifiers, span, place, config), s, float("-inf"))
+    if EDGE:
+        inside = masking.keep(first_row + tl.arange(0, s.shape[0]), first_col + tl.arange(0, s.shape[1]), span.kv_len,
+                              span.first_offset, span.last_offset, config.HAS_FIRST, config.HAS_LAST)
+        s = tl.where(inside, s, float("-inf"))
+    return s

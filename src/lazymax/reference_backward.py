@@ -1,0 +1,174 @@
+"""The reference's gradients, of everything in a call that can have one.
+
+By formula around the softmax, with everything recomputed from the inputs. What happens to a score between the scale and
+the softmax is differentiated by torch, so that any registered modification works.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from .extras import NO_EXTRAS, Extras
+from .problem import Problem
+from .reference_scores import (
+    Biases,
+    Part,
+    Positions,
+    Scoring,
+    chunks,
+    compute_dtype,
+    grouped,
+    mask_rows,
+    parts,
+    without_autocast,
+)
+
+Pullback = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
+
+
+class _Sums:
+    """The gradients under way, in the compute dtype; of a packed call, over its sequences."""
+
+    def __init__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, needs: Sequence[bool]
+    ) -> None:
+        self.dtype = compute_dtype(q.dtype)
+        self.inputs = (q, k, v)
+        self.q, self.k, self.v = (torch.zeros(t.shape, dtype=self.dtype, device=t.device) for t in self.inputs)
+        self.mask, self.slopes, self.sinks = (
+            self._of(t, need)
+            for t, need in zip((extras.mask, extras.alibi_slopes, extras.sinks), needs[:3], strict=True)
+        )
+        self.args = [self._of(t, needs[3]) for t in extras.score_args]
+        self.of_biases = (self.mask, self.slopes, *self.args)
+        self.optional = (extras.mask, extras.alibi_slopes, extras.sinks, *extras.score_args)
+
+    def _of(self, t: torch.Tensor | None, need: bool) -> torch.Tensor | None:
+        if t is None or not need or not t.is_floating_point():
+            return None
+        return torch.zeros(t.shape, dtype=self.dtype, device=t.device)
+
+    def result(self) -> list[torch.Tensor]:
+        """In the dtypes of the inputs; an empty tensor for each optional one without a gradient."""
+        sums = (self.mask, self.slopes, self.sinks, *self.args)
+        return [
+            *(total.to(t.dtype) for total, t in zip((self.q, self.k, self.v), self.inputs, strict=True)),
+            *(
+                self.q.new_empty(0) if total is None or t is None else total.to(t.dtype)
+                for total, t in zip(sums, self.optional, strict=True)
+            ),
+        ]
+
+
+@without_autocast
+@torch.no_grad()
+def backward(
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    problem: Problem,
+    extras: Extras = NO_EXTRAS,
+    needs: Sequence[bool] = (True, True, True, True),
+) -> list[torch.Tensor]:
+    """Gradients [dq, dk, dv, dmask, dslopes, dsinks, *dscore_args], each of the shape and dtype of its input; computed
+    in `compute_dtype`. needs: whether those of the mask, the slopes, the sinks and the arguments of the score_mod are
+    wanted; an empty tensor stands for one that is not, and for those of absent and of integer tensors.
+
+    grad_out (B, Hq, Sq, D_v), grad_lse (B, Hq, Sq) or None; the rest as in `reference.attention`.
+
+    With P = softmax(S), Z what dropout multiplies P by, and R the raw scores, of which S is a function:
+    dV = (P Z)^T dO, dP = Z dO V^T, dS = P * (dP - delta + dLSE) with delta = rowsum(P * dP), dR = dS * S'(R),
+    dQ = dR K, dK = dR^T Q, times the scale (Dao et al., FlashAttention, 2022, appendix B; the dLSE term: d LSE / d S =
+    P). A sink is one more score with P Z V = 0: dsink = sum of P_sink * (dLSE - delta). Rows without keys, and packed
+    rows of no sequence, give 0.
+    """
+    sums = _Sums(q, k, v, extras, needs)
+    for part in parts(problem, extras):
+        _add_part(sums, part, grad_out, grad_lse)
+    return sums.result()
+
+
+def _add_part(sums: _Sums, part: Part, grad_out: torch.Tensor, grad_lse: torch.Tensor | None) -> None:
+    problem, dtype = part.problem, sums.dtype
+    q, k, v = sums.inputs
+    scoring = Scoring(part, dtype, q.device)
+    queries, dq, g = (t[:, :, part.q_rows] for t in (q, sums.q, grad_out))
+    keys, values = (t[:, :, part.k_rows].to(dtype) for t in (k, v))
+    dk, dv = (t[:, :, part.k_rows] for t in (sums.k, sums.v))
+    # A key that takes no part has weight 0 and may hold anything; a row that does see NaN has NaN in p already.
+    clean_keys = keys.nan_to_num(0.0, 0.0, 0.0)
+    for rows in chunks(problem):
+        q_chunk, g_chunk = queries[:, :, rows].to(dtype), g[:, :, rows].to(dtype)
+        at = scoring.positions(rows)
+        allowed = scoring.allowed(at, rows)
+        raw = scoring.raw(q_chunk, keys, allowed)
+        s, pullback = _modified(scoring, sums, raw, at, rows)
+        p, _, p_sink = scoring.softmax(s, allowed)
+        kept = scoring.kept(at)
+        weights = p if kept is None else p * kept
+
+        g_grouped = grouped(g_chunk, problem)
+        dv += torch.einsum("bhgqk,bhgqd->bhkd", grouped(weights, problem), g_grouped)
+        dp = torch.einsum("bhgqd,bhkd->bhgqk", g_grouped, values).flatten(1, 2)
+        dp = torch.where(weights == 0, 0.0, dp if kept is None else dp * kept)
+        shift = -(p * dp).sum(-1)
+        if grad_lse is not None:
+            shift = shift + grad_lse[:, :, part.q_rows][:, :, rows].to(dtype)
+        ds = torch.where(p == 0, 0.0, p * (dp + shift[..., None]))
+        if sums.sinks is not None and p_sink is not None:
+            _add_per_head(sums.sinks, torch.where(p_sink == 0, 0.0, p_sink * shift).sum(-1), part)
+        draw = ds if pullback is None else torch.where(ds == 0, 0.0, _pull_back(sums, pullback, ds, part, rows))
+        draw = grouped(draw * problem.scale, problem)
+        dq[:, :, rows] = torch.einsum("bhgqk,bhkd->bhgqd", draw, clean_keys).flatten(1, 2)
+        dk += torch.einsum("bhgqk,bhgqd->bhkd", draw, grouped(q_chunk.nan_to_num(0.0, 0.0, 0.0), problem))
+
+
+def _add_per_head(total: torch.Tensor, own: torch.Tensor, part: Part) -> None:
+    """own: (B or 1, Hq) of this part; total: (Hq,) or (B, Hq) of the call."""
+    if total.dim() == 1:
+        total += own.sum(0)
+    else:
+        total[part.first : part.first + part.problem.batch] += own
+
+
+def _modified(
+    scoring: Scoring, sums: _Sums, raw: torch.Tensor, at: Positions, rows: slice
+) -> tuple[torch.Tensor, Pullback | None]:
+    """Modified scores, and the function from their gradient to those of raw and of the wanted ones of mask, slopes and
+    arguments; None where nothing modifies.
+
+    torch.func.vjp and not torch.autograd.grad: the operator that this runs in is called below autograd, where ordinary
+    tensors record nothing, without an error.
+    """
+    if not scoring.problem.modified:
+        return raw, None
+    biases = scoring.biases(rows)
+    given = (biases.mask, biases.slopes, *biases.args)
+    wanted = [t is not None and total is not None for t, total in zip(given, sums.of_biases, strict=True)]
+
+    def modify(raw: torch.Tensor, *leaves: torch.Tensor) -> torch.Tensor:
+        rest = iter(leaves)
+        mask, slopes, *args = [next(rest) if want else t for t, want in zip(given, wanted, strict=True)]
+        return scoring.modify(raw, at, Biases(mask, slopes, tuple(args)))  # type: ignore[arg-type]
+
+    s, pullback = torch.func.vjp(  # type: ignore[misc]
+        modify, raw, *(t for t, want in zip(given, wanted, strict=True) if want)
+    )
+    return s, pullback
+
+
+def _pull_back(sums: _Sums, pullback: Pullback, ds: torch.Tensor, part: Part, rows: slice) -> torch.Tensor:
+    """From the gradient of modified scores to that of raw ones; adds to those of the mask, slopes and arguments."""
+    raw, *others = pullback(ds)
+    found = iter(others)
+    if sums.mask is not None:
+        mask_rows(sums.mask, rows).add_(next(found))
+    if sums.slopes is not None:
+        own = next(found)
+        _add_per_head(sums.slopes, own if own.dim() == 2 else own[None], part)
+    for total in sums.args:
+        if total is not None:
+            total += next(found)
+    return raw
