@@ -89,6 +89,13 @@ def _stand_in(function: Callable[..., Any]) -> Any:
 
 
 mods.register_score_mod("by_hand.tilt", _stand_in(_tilt), reference=_tilt)
+
+
+def _root(s, b, h, q_idx, k_idx, weight):
+    return weight[h] * torch.sqrt(s.abs())  # of infinite slope at 0
+
+
+mods.register_score_mod("by_hand.root", _stand_in(_root), reference=_root)
 mods.register_score_mod("by_hand.flat", _stand_in(_flat), reference=_flat)
 mods.register_mask_mod("by_hand.sieve", _stand_in(_sieve), reference=_sieve)
 BY_HAND = {"by_hand.tilt": _tilt_by_hand, "by_hand.flat": _flat, "by_hand.sieve": _sieve_by_hand}
@@ -170,6 +177,8 @@ FEATURES = (
     Case("lengths", (3, 4, 2, 5, 7, 3), {}, lambda make: dict(seqlens_k=torch.tensor([3, 7, 1]))),
     Case("lengths of 0 and beyond", (3, 4, 2, 5, 7, 3), {},
          lambda make: dict(seqlens_k=torch.tensor([0, 99, -3], dtype=torch.int32))),
+    Case("lengths of 0 and beyond, bottom right", (3, 4, 2, 5, 7, 3), dict(causal="bottom_right"),
+         lambda make: dict(seqlens_k=torch.tensor([0, 99, -3]))),
     Case("lengths, causal, top left", (3, 4, 2, 5, 7, 3), dict(causal="top_left"),
          lambda make: dict(seqlens_k=torch.tensor([3, 7, 1]))),
     Case("lengths, causal, bottom right", (3, 4, 2, 5, 7, 3), dict(causal="bottom_right"),
@@ -177,6 +186,8 @@ FEATURES = (
     Case("lengths, window, bottom right", (3, 4, 2, 5, 7, 3), dict(window=(2, 1), window_align="bottom_right"),
          lambda make: dict(seqlens_k=torch.tensor([4, 7, 0]))),
     Case("score_mod", SIZES, {}, _tilted),
+    Case("score_mod of half-precision arguments", SIZES, dict(score_mod="by_hand.tilt"),
+         lambda make: dict(score_mod_args=(make.normal(4).half(), make.normal(2, 3).half()))),
     Case("score_mod of positions alone", SIZES, dict(score_mod="by_hand.flat")),
     Case("mask_mod", SIZES, {}, lambda make: _sieved()),
     Case("dropout", SIZES, dict(dropout_p=0.4), lambda make: dict(dropout_seed=_seed(2**40 + 17))),
@@ -207,7 +218,7 @@ PACKED = (
     Case("packed, one row each", (1, 2, 2, 4, 9, 3), dict(
         cu_seqlens_q=_offsets(0, 1, 2, 3, 4, dtype=torch.int64), cu_seqlens_k=_offsets(0, 2, 2, 9, 9))),
     Case("packed, offsets beyond the rows", PACKED_SIZES, dict(
-        cu_seqlens_q=_offsets(0, 6, 99), cu_seqlens_k=_offsets(0, 20, 40))),
+        causal="bottom_right", cu_seqlens_q=_offsets(0, 6, 99), cu_seqlens_k=_offsets(0, 20, 40))),
     Case("packed, no sequence", PACKED_SIZES, dict(cu_seqlens_q=_offsets(0), cu_seqlens_k=_offsets(0))),
     Case("packed, slopes and sinks", PACKED_SIZES, dict(**ENDS, causal="bottom_right"),
          lambda make: dict(alibi_slopes=make.normal(4), sinks=make.normal(4))),

@@ -514,7 +514,7 @@ def test_numbers_and_windows_of_other_types(device):
     expected = flash_attn_func(*qkv, 0.0, 0.5, True, (2, -1))
     for rules in (
         dict(window_size=[2, -1]), dict(window_size=(np.int64(2), None)), dict(softmax_scale=np.float32(0.5)),
-        dict(deterministic=True), dict(causal=1), dict(softcap=0), dict(alibi_slopes=None),
+        dict(deterministic=True), dict(causal=1), dict(softcap=0), dict(dropout_p=np.float32(0)),
     ):  # fmt: skip
         same([flash_attn_func(*qkv, **dict(softmax_scale=0.5, causal=True, window_size=(2, -1)) | rules)], [expected])
 

@@ -126,12 +126,13 @@ WITH = (
     dict(softcap=3.0),
     dict(alibi_slopes=torch.tensor([0.5, -0.25])),
     dict(score_mod="by_hand.tilt", score_mod_args=(torch.ones(2), torch.ones(2, 3))),
+    dict(score_mod="by_hand.root", score_mod_args=(torch.tensor([0.5, 2.0]),)),
     dict(dropout_p=0.5, dropout_seed=torch.tensor([3])),
 )
 
 
 @pytest.mark.parametrize("poison", [math.nan, INF, -INF], ids=str)
-@pytest.mark.parametrize("more", WITH, ids=lambda more: next(iter(more), "plain"))
+@pytest.mark.parametrize("more", WITH, ids=lambda more: more.get("score_mod", next(iter(more), "plain")))
 @pytest.mark.parametrize("case", UNSEEN, ids=lambda case: case.id)
 def test_unseen_keys_reach_no_result(case: Case, more: dict[str, Any], poison: float) -> None:
     q, k, v, problem, extras = case.build(torch.float32, **more, return_lse=True)

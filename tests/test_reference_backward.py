@@ -79,8 +79,8 @@ class Attention(torch.autograd.Function):
         return None, None, None, *(grads[name] for name in ("q", "k", "v", *ctx.names))
 
 
-# In differences of 1e-6, the lowest float swallows them and scores of 1e4 leave the range where they are straight.
-ROUGH = ("rows of the lowest float", "huge scores", "softcap of huge scores")
+# Differences of 1e-6 drown in the lowest float and in half precision; scores of 1e5 are not straight over them.
+ROUGH = ("rows of the lowest float", "softcap of huge scores", "score_mod of half-precision arguments")
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_gradcheck(case: Case) -> None:
         out, lse = Attention.apply(problem, extras, tuple(named), *tensors)  # type: ignore[no-untyped-call]
         return out, torch.where(lse == -INF, 0.0, lse)
 
-    assert torch.autograd.gradcheck(call, leaves, fast_mode=True)
+    assert torch.autograd.gradcheck(call, leaves, fast_mode=case.id != "all at once")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)

@@ -388,8 +388,9 @@ def test_causal_biases(bias: Any, q_len: int, device: str) -> None:
     assert (handle.kernel_calls, handle.torch_calls) == (1, 0)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_jit_trace_records_torchs_operator(device: str) -> None:
-    q, k, v = qkv(device)
+    q, k, v = (t[:1] for t in qkv(device))
     with lazymax.replace_sdpa():
         traced = torch.jit.trace(lambda q, k, v: F.scaled_dot_product_attention(q, k, v), (q, k, v))
     assert "aten::scaled_dot_product_attention" in str(traced.graph)
@@ -454,19 +455,17 @@ def test_compiled_code_follows_every_change(
 
 
 def test_one_graph_serves_all_lengths(device: str, fresh_dynamo: None) -> None:
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=counter)
-    with lazymax.replace_sdpa() as handle:
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="aot_eager")
+    with lazymax.replace_sdpa() as handle, torch._dynamo.config.patch(error_on_recompile=True):
         for length in (3, 5, 9):
             q, k, v = qkv(device, q_len=length, kv_len=length + 1)
             assert_right(compiled(q, k, v), q, k, v, is_causal=True)
-    assert counter.frame_count == 1 and handle.kernel_calls == 3
+    assert handle.kernel_calls == 3
 
 
 def test_compiled_with_a_mask_and_a_default_device(device: str, fresh_dynamo: None) -> None:
     q, k, v = qkv(device)
     mask = _random_mask(q, k)
-    compiled = torch.compile(F.scaled_dot_product_attention, fullgraph=True, backend="aot_eager")
     compiled = torch.compile(
         lambda q, k, v, mask: F.scaled_dot_product_attention(q, k, v, mask), fullgraph=True, backend="aot_eager"
     )
@@ -485,13 +484,15 @@ def test_compiled_calls_that_torch_computes_are_right(device: str, fresh_dynamo:
 
 
 def test_inductor_forward_and_backward(device: str, fresh_dynamo: None) -> None:
+    """Nothing around the call: a C++ kernel of Inductor's costs 20 s on the CPU."""
     leaves = [t.requires_grad_() for t in qkv(device)]
-    compiled = torch.compile(lambda q, k, v: attend(q * 1.0, k, v) + 0.0, fullgraph=True)
+    compiled = torch.compile(attend, fullgraph=True)
     with lazymax.replace_sdpa() as handle:
         out = compiled(*leaves)
-        grads = torch.autograd.grad(out.sum(), leaves)
+        grads = torch.autograd.grad(out, leaves, torch.ones_like(out))
         assert handle.kernel_calls == 1
-        eager = torch.autograd.grad(attend(*leaves).sum(), leaves)
+        eager_out = attend(*leaves)
+        eager = torch.autograd.grad(eager_out, leaves, torch.ones_like(eager_out))
     assert_right(out.detach(), *(t.detach() for t in leaves), is_causal=True)
     for grad, expected in zip(grads, eager, strict=True):
         torch.testing.assert_close(grad, expected, rtol=1e-5, atol=1e-6)

@@ -5,10 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
+from by_hand import FEATURES, PACKED, build, philox_by_hand
 
-from lazymax import testing
+from lazymax import dropout, testing
 from lazymax.problem import Problem
-from lazymax.testing import EPS, check_attention, make_qkv, moat, poisoned, within_budget
+from lazymax.testing import EPS, check_attention, dropout_keep, make_qkv, moat, poisoned, within_budget
 
 NAN, INF = float("nan"), float("inf")
 EPSILON = 2.0**-10
@@ -223,3 +226,119 @@ def test_poisoned() -> None:
     t = poisoned(2, 3, dtype=torch.bfloat16, device="cpu")
     assert t.shape == (2, 3) and t.dtype == torch.bfloat16 and t.isnan().all()
     assert not within_budget(t, torch.zeros(2, 3, dtype=torch.float64), torch.zeros(2, 3), eps=EPSILON).ok
+
+
+# philox4x32-10 in tests/kat_vectors of Random123 1.14: counter, key, output.
+KNOWN = (
+    ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+)
+
+
+def words(text: str) -> list[int]:
+    return [int(word, 16) for word in text.split()]
+
+
+@pytest.mark.parametrize("counter, key, output", KNOWN, ids=["zeros", "ones", "pi"])
+def test_philox_gives_the_published_numbers(counter: str, key: str, output: str) -> None:
+    assert [int(t) for t in dropout.philox(*map(torch.tensor, words(counter) + words(key)))] == words(output)
+    assert philox_by_hand(words(counter), words(key)) == words(output)
+
+
+@triton.jit
+def philox_kernel(seed_ptr, out_ptr, c1, c2, c3, N: tl.constexpr):
+    fours = tl.arange(0, N)
+    zero = tl.zeros([N], tl.int32)
+    a, b, c, d = tl.philox(tl.load(seed_ptr), fours, zero + c1, zero + c2, zero + c3)
+    tl.store(out_ptr + fours * 4, a.to(tl.int64))
+    tl.store(out_ptr + fours * 4 + 1, b.to(tl.int64))
+    tl.store(out_ptr + fours * 4 + 2, c.to(tl.int64))
+    tl.store(out_ptr + fours * 4 + 3, d.to(tl.int64))
+
+
+@pytest.mark.parametrize("seed", [0, 1, -1, 2**31, 2**63 - 1, -(2**63), 0x1234_5678_9ABC_DEF0], ids=hex)
+def test_philox_gives_tritons_numbers(seed: int, device: str) -> None:
+    b, h, q_idx, fours = 3, 2, 70_000, 16
+    out = torch.empty(fours * 4, dtype=torch.int64, device=device)
+    philox_kernel[(1,)](torch.tensor([seed], device=device), out, q_idx, h, b, N=fours)
+    kept = out.cpu() % 2**32 >> 8
+    for dropout_p in (0.1, 0.5, 0.9):
+        want = kept * 2.0**-24 >= torch.tensor(dropout_p, dtype=torch.float32)
+        index = (torch.tensor([n]) for n in (b, h, q_idx))
+        assert torch.equal(dropout.kept(dropout.seed_tensor(seed, "cpu"), *index, fours * 4, dropout_p), want)
+
+
+@pytest.mark.parametrize("kv_len", [1, 3, 4, 9])
+def test_dropout_keep_by_hand(kv_len: int) -> None:
+    seed = 2**40 + 3
+    got = dropout_keep(seed, 2, 3, 2, kv_len, 0.5)
+    assert got.shape == (2, 3, 2, kv_len) and got.dtype == torch.bool
+    for (b, h, i, j), keep in zip(torch.cartesian_prod(*map(torch.arange, got.shape)).tolist(), got.flatten().tolist(),
+                                  strict=True):  # fmt: skip
+        word = philox_by_hand([j // 4, i, h, b], [3, 2**8])[j % 4]
+        assert keep == ((word >> 8) / 2**24 >= 0.5)
+
+
+def test_dropout_keeps_a_number_equal_to_p_in_float32() -> None:
+    number = (philox_by_hand([0, 0, 0, 0], [7, 0])[0] >> 8) * 2.0**-24
+    for dropout_p, keep in ((number, True), (number * (1 + 1e-10), True), (number + 2.0**-24, False)):
+        assert dropout_keep(7, 1, 1, 1, 1, dropout_p).item() is keep
+
+
+def test_dropout_keeps_the_share_it_should() -> None:
+    for dropout_p in (0.0, 0.1, 0.5, 0.95, 1.0):
+        share = dropout_keep(7, 2, 4, 64, 65, dropout_p).float().mean().item()
+        assert abs(share - (1 - dropout_p)) < 5 * (dropout_p * (1 - dropout_p) / (2 * 4 * 64 * 65)) ** 0.5 + 1e-9
+
+
+def test_a_seed_is_its_64_bits() -> None:
+    masks = [dropout_keep(seed, 1, 2, 8, 32, 0.5) for seed in (-1, 2**64 - 1, torch.tensor([-1]), torch.tensor(-1))]
+    assert all(torch.equal(masks[0], mask) for mask in masks)
+    others = [dropout_keep(seed, 1, 2, 8, 32, 0.5) for seed in (0, 1, 2**32, 2**32 - 1)]
+    everything = [masks[0], *others]
+    assert not any(torch.equal(x, y) for n, x in enumerate(everything) for y in everything[:n])
+
+
+def test_dropout_differs_between_all_positions() -> None:
+    """Neither heads nor batch elements nor rows share a mask."""
+    rows = dropout_keep(11, 3, 4, 8, 64, 0.5).flatten(0, 2)
+    assert len({tuple(row) for row in rows.tolist()}) == 3 * 4 * 8
+
+
+@pytest.mark.gpu
+def test_dropout_on_a_gpu_keeps_the_same() -> None:
+    assert torch.equal(dropout_keep(5, 2, 3, 9, 70, 0.3, "cuda").cpu(), dropout_keep(5, 2, 3, 9, 70, 0.3))
+
+
+# What another answer looks like: the call it is right for.
+OTHER_CALLS = (
+    (dict(softcap=2.0), {}),
+    (dict(softcap=2.0), dict(softcap=2.5)),
+    (dict(alibi_slopes=torch.full((2,), 0.1)), dict(alibi_slopes=torch.full((2,), 0.1), window_align="bottom_right")),
+    (dict(attn_mask=torch.arange(14.0) / 9), dict(attn_mask=torch.arange(12.0)[:, None] / 9)),
+    (dict(attn_mask=torch.arange(14) < 13), {}),
+    (dict(sinks=torch.tensor([0.0, 1.0])), dict(sinks=torch.tensor([1.0, 0.0]))),
+    (dict(seqlens_k=torch.tensor([13])), dict(seqlens_k=torch.tensor([12]))),
+    (dict(dropout_p=0.2, dropout_seed=torch.tensor([1])), dict(dropout_p=0.2, dropout_seed=torch.tensor([2]))),
+    (dict(cu_seqlens_q=torch.tensor([0, 6, 12]), cu_seqlens_k=torch.tensor([0, 6, 14])),
+     dict(cu_seqlens_q=torch.tensor([0, 6, 12]), cu_seqlens_k=torch.tensor([0, 7, 14]))),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("right, other", OTHER_CALLS, ids=lambda options: ",".join(options) or "nothing")
+def test_check_attention_knows_the_extras(right: Any, other: Any, dtype: torch.dtype) -> None:
+    *call, extras = build(*make_qkv(1, 2, 2, 12, 14, 16, dtype=dtype), right)
+    out, lse = testing.reference.attention(*call, extras=extras)
+    assert all(budget.ok for budget in check_attention(out.to(dtype), lse.float(), *call, extras))
+    *wrong, wrong_extras = build(*call[:3], other)
+    out, _ = testing.reference.attention(*wrong, extras=wrong_extras)
+    assert not check_attention(out.to(dtype), None, *call, extras)[0].ok
+
+
+@pytest.mark.parametrize("case", [*FEATURES, *PACKED], ids=lambda case: case.id)
+def test_check_attention_takes_every_feature(case: Any) -> None:
+    *call, extras = case.build(torch.float32, return_lse=True)
+    out, lse = testing.reference.attention(*call, extras=extras)
+    assert all(budget.ok for budget in check_attention(out.float(), lse.float(), *call, extras))

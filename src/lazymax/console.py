@@ -9,7 +9,8 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from .problem import ALIGNMENTS, DTYPES, parse_dtype
+from .options import ALIGNMENTS
+from .problem import DTYPES, parse_dtype
 
 T = TypeVar("T")
 

@@ -65,12 +65,12 @@ def scaled_dot_product_attention(
     out, _ = ops.forward(q, k, v, extras, rules)
     if query.dim() <= 3:
         return out.reshape(*query.shape[:-1], value.shape[-1])
-    return out if query.dim() == 4 else out.unflatten(0, _leading(query, key, value))
+    return out if query.dim() == 4 else out.reshape(*_leading(query, key, value), *out.shape[1:])
 
 
 def _leading(*tensors: torch.Tensor) -> torch.Size:
     """The dimensions before the heads, broadcast."""
-    return torch.broadcast_shapes(*(t.shape[:-3] for t in tensors))
+    return torch.Size(torch.broadcast_shapes(*(t.shape[:-3] for t in tensors)))  # type: ignore[no-untyped-call]
 
 
 def four(*tensors: torch.Tensor) -> list[torch.Tensor]:

@@ -30,7 +30,7 @@ def kept(
     dimension of 1."""
     fours = torch.arange(-(-kv_len // 4), device=q_idx.device)
     words = philox(fours, q_idx, h, b, seed & _WORD, (seed >> 32) & _WORD)
-    uniform = (torch.stack(words, -1) >> 8).float() * 2.0**-24  # exact: 24 bits
+    uniform = torch.stack([(word >> 8).float() * 2.0**-24 for word in words], -1)  # exact: 24 bits
     return uniform.flatten(-2)[..., :kv_len] >= torch.tensor(dropout_p, dtype=torch.float32)
 
 

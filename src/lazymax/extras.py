@@ -89,11 +89,11 @@ def check_extras(q: torch.Tensor, k: torch.Tensor, extras: Extras, rules: Rules)
         seed = extras.dropout_seed
         if seed is None or seed.dtype != torch.int64 or seed.numel() != 1:
             raise ValueError(f"dropout_seed: got {_told(seed)}, expected an int64 tensor of one element")
-    for kind, name, args in (
+    for kind, mod, args in (
         ("score_mod", rules.score_mod, extras.score_args), ("mask_mod", rules.mask_mod, extras.mask_args),
     ):  # fmt: skip
-        if name is not None:
-            mods.get(kind, name).check_arguments(len(args))
+        if mod is not None:
+            mods.get(kind, mod).check_arguments(len(args))
         elif args:
             raise ValueError(f"{kind}_args: got {len(args)} tensors without a {kind}")
 

@@ -197,7 +197,8 @@ def _parsed(arguments: tuple[Any, ...]) -> tuple[Extras, Rules, tuple[Any, ...]]
     of_extras = arguments[:N_EXTRAS]
     extras = NO_EXTRAS
     if any(t is not None for t in of_extras[:-2]) or of_extras[-2] or of_extras[-1]:
-        extras = Extras(*of_extras[:-2], tuple(of_extras[-2]), tuple(of_extras[-1]))
+        *tensors, score_args, mask_args = of_extras
+        extras = Extras(*tensors)._replace(score_args=tuple(score_args), mask_args=tuple(mask_args))
     return extras, Rules(*arguments[N_EXTRAS : N_EXTRAS + N_RULES]), arguments[N_EXTRAS + N_RULES :]
 
 

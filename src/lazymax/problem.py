@@ -68,17 +68,22 @@ class Problem:
 
     @property
     def first_offset(self) -> int | None:
-        """Query i sees no key before `i + first_offset`; None: no left bound. Of ragged problems aligned bottom right,
-        the kernel adds each sequence's own difference of lengths to this and to `last_offset`."""
+        """Query i sees no key before `i + first_offset`; None: no left bound, or one that hides no key. Of ragged
+        problems aligned bottom right, the kernel adds each sequence's own difference of lengths to this and to
+        `last_offset`."""
         if self.window[0] is None:
             return None
-        return self._clamp(self._shift - self.window[0])
+        offset = self._clamp(self._shift - self.window[0])
+        return None if offset <= 1 - self.q_len and not self.ragged else offset
 
     @property
     def last_offset(self) -> int | None:
         """Query i sees no key after `i + last_offset`; None: no right bound."""
         right = 0 if self.causal else self.window[1]
-        return None if right is None else self._clamp(self._shift + right)
+        if right is None:
+            return None
+        offset = self._clamp(self._shift + right)
+        return None if offset >= self.kv_len - 1 and not self.ragged else offset
 
     @property
     def _shift(self) -> int:

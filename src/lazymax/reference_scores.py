@@ -193,10 +193,12 @@ class Scoring:
         return s
 
     def raw(self, q: torch.Tensor, k: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
-        """Scaled scores (B, Hq, rows, Sk) of q (B, Hq, rows, D) and k (B, Hkv, Sk, D). What no modification may see (a
-        key that takes no part may hold NaN, which no derivative undoes) is 0."""
+        """Scaled scores (B, Hq, rows, Sk) of q (B, Hq, rows, D) and k (B, Hkv, Sk, D); finite where a key takes no
+        part, as what it holds would come back through the derivatives of modifications."""
         s = torch.einsum("bhgqd,bhkd->bhgqk", grouped(q, self.problem), k).flatten(1, 2) * self.problem.scale
-        return s.masked_fill(~allowed, 0.0) if allowed is not None and self.problem.modified else s
+        if allowed is None or not self.problem.modified:
+            return s
+        return torch.where(allowed, s, s.nan_to_num(0.0, 0.0, 0.0))
 
     def softmax(self, s: torch.Tensor, allowed: torch.Tensor | None) -> Weights:
         """Softmax of modified scores over the keys that take part (and a sink). A row without keys gives zeros, and

@@ -2,7 +2,8 @@
 
 Everyone: the whole output against float32, by relative Frobenius error and by its worst row (one wrong row of many
 would not show in the former). lazymax also: the float64 error budget of `lazymax.testing`. What would take too long at
-a large size is sampled: some heads, and of long ones the first, middle and last rows.
+a large size is sampled: some heads, and of long ones the first, middle and last rows; where a result depends on more
+than the band, the first heads, all rows of them.
 """
 
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from .. import reference
+from ..extras import NO_EXTRAS, Extras
 from ..problem import Problem
 from ..testing import check_attention
 
@@ -34,6 +36,8 @@ class Piece:
         """The rules of the part; its query 0 is row `rows.start`, which shifts the band."""
         first, last, start = whole.first_offset, whole.last_offset, self.rows.start
         kv_heads = self.kv_heads.stop - self.kv_heads.start
+        if not banded(whole):
+            return replace(whole, q_heads=kv_heads * whole.group, kv_heads=kv_heads)
         return replace(
             whole,
             batch=self.batch.stop - self.batch.start,
@@ -45,10 +49,30 @@ class Piece:
             align="top_left",
         )
 
+    def extras(self, extras: Extras, group: int) -> Extras:
+        """The optional tensors of the part, which has all rows and batch elements then."""
+        heads = slice(self.kv_heads.start * group, self.kv_heads.stop * group)
+        mask, slopes, sinks = extras.mask, extras.alibi_slopes, extras.sinks
+        return extras._replace(
+            mask=mask if mask is None or mask.shape[1] == 1 else mask[:, heads],
+            alibi_slopes=None if slopes is None else slopes[..., heads],
+            sinks=None if sinks is None else sinks[..., heads],
+        )
+
+
+def banded(problem: Problem) -> bool:
+    """Nothing but causal rule and window hides a key or changes a score: a row can be computed anywhere."""
+    p = problem
+    return not (p.modified or p.mask or p.mask_mod or p.sinks or p.dropout_p or p.ragged)
+
 
 def pieces(problem: Problem, limit: int) -> list[Piece]:
     """All of the problem if it has at most `limit` scores, else a sample of about that many."""
     p = problem
+    if not banded(p):
+        rows, keys = p.packed or (p.batch * p.q_len, p.kv_len)
+        count = max(1, min(p.kv_heads, limit // (p.group * rows * keys)))
+        return [Piece(slice(0, p.batch), slice(0, count), slice(0, p.packed[0] if p.packed else p.q_len))]
     one_head = p.group * p.q_len * p.kv_len
     if p.batch * p.kv_heads * one_head <= limit:
         return [Piece(slice(0, p.batch), slice(0, p.kv_heads), slice(0, p.q_len))]
@@ -78,11 +102,14 @@ class Verdict:
 class Oracle:
     """The exact result of one problem's inputs, or of parts of it, and a judge of others' results."""
 
-    def __init__(self, problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        self.problem, self.inputs = problem, (q, k, v)
+    def __init__(
+        self, problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras = NO_EXTRAS
+    ) -> None:
+        self.problem, self.inputs, self.extras = problem, (q, k, v), extras
         dtype = reference.compute_dtype(q.dtype)
         self.exact = [
-            (piece, reference.attention(*self._cut(piece), dtype)[0]) for piece in pieces(problem, SCORES_FP32)
+            (piece, reference.attention(*self._cut(piece), dtype, extras=piece.extras(extras, problem.group))[0])
+            for piece in pieces(problem, SCORES_FP32)
         ]
 
     def _cut(self, piece: Piece) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Problem]:
@@ -90,8 +117,8 @@ class Oracle:
         keys = (t[piece.batch, piece.kv_heads] for t in (k, v))
         return piece.cut(q, self.problem.group), *keys, piece.problem(self.problem)  # type: ignore[return-value]
 
-    def judge(self, out: torch.Tensor, budget: bool) -> Verdict:
-        """Compare; `budget`: also within the float64 error budget."""
+    def judge(self, out: torch.Tensor, budget: bool, lse: torch.Tensor | None = None) -> Verdict:
+        """Compare; `budget`: also within the float64 error budget, the LSE too if there is one."""
         q, _, v = self.inputs
         expected = (*q.shape[:3], v.shape[3])
         if tuple(out.shape) != expected or out.dtype != q.dtype:
@@ -111,13 +138,15 @@ class Oracle:
             return Verdict(error, f"relative error {error:.3g}, expected below {FROBENIUS:g}")
         if not worst_row < WORST_ROW:
             return Verdict(error, f"a row is off by {worst_row:.3g} of its size, expected below {WORST_ROW:g}")
-        why = self._budget(out) if budget else ""
+        why = self._budget(out, lse) if budget else ""
         return Verdict(error, why, WRONG if why else OK)
 
-    def _budget(self, out: torch.Tensor) -> str:
+    def _budget(self, out: torch.Tensor, lse: torch.Tensor | None) -> str:
+        group = self.problem.group
         for piece in pieces(self.problem, SCORES_FP64):
-            q, k, v, problem = self._cut(piece)
-            for result in check_attention(piece.cut(out, self.problem.group), None, q, k, v, problem):
+            part_lse = None if lse is None else piece.cut(lse, group)
+            extras = piece.extras(self.extras, group)
+            for result in check_attention(piece.cut(out, group), part_lse, *self._cut(piece), extras):
                 if not result.ok:
                     return f"outside the float64 error budget in {piece}: {result}"
         return ""

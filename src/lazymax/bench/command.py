@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,26 +14,39 @@ from ..dispatch import plan
 from .cases import SUITES, Case, label
 from .check import OK
 from .clock import clock_for
+from .features import command as features_command
 from .host import About, about
 from .measure import Overhead, Row, measure, overhead
 from .peers import LAZYMAX, PEERS, Make, candidates
 from .report import case_table, header, overhead_table, plot_fault, summary, to_json, write_csv, write_plot
 
 DEFAULT_PEERS = "sdpa-cudnn,sdpa-flash,sdpa-efficient"
+FEATURES = "features"  # a suite of its own: calls beside other calls, not shapes beside other libraries
+WINDOW_MS, FEATURES_WINDOW_MS = 100.0, 40.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", action="append", default=[], metavar="B,Hq,Hkv,Sq,Sk,D[,Dv]", help="repeatable")
-    parser.add_argument("--suite", action="append", default=[], choices=SUITES, help="named shapes; repeatable")
+    parser.add_argument(
+        "--suite", action="append", default=[], choices=(*SUITES, FEATURES),
+        help=f"named shapes; repeatable; or {FEATURES}: what each feature costs beside the plain kernel",
+    )  # fmt: skip
     parser.add_argument("--only", default="", metavar="TEXT", help="of the suites, the cases with this in their name")
     parser.add_argument("--dtype", default="bf16", help="comma list; default: bf16")
     add_rules(parser)
     parser.add_argument(
-        "--against", default=DEFAULT_PEERS, metavar="PEERS",
-        help=f"comma list of {', '.join(PEERS)}; default: {DEFAULT_PEERS}",
+        "--against", metavar="PEERS",
+        help=f"comma list of {', '.join(PEERS)}; default: {DEFAULT_PEERS}; {FEATURES}: flex or none, default: none",
     )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=5, help="rounds that count, after one that does not; default: 5")
-    parser.add_argument("--window-ms", type=float, default=100.0, help="time of one candidate in a round; default: 100")
+    parser.add_argument(
+        "--window-ms", type=float,
+        help=f"time of one candidate in a round; default: {WINDOW_MS:g}, {FEATURES}: {FEATURES_WINDOW_MS:g}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--jobs", type=int, metavar="N",
+        help=f"{FEATURES}: processes that build and try the kernels beforehand, 0 for none; default: 8 on a GPU",
+    )  # fmt: skip
     parser.add_argument("--overhead", action="store_true", help="host time of an eager call instead; no shapes")
     parser.add_argument("--device", help="cuda or cuda:N; cpu must be asked for, and only tests this tool")
     parser.add_argument("--commit", help="to write into the files; default: git's")
@@ -61,8 +75,12 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
 def run(options: argparse.Namespace) -> int:
     """Exit code: 1 if a result of lazymax was wrong or missing."""
     with usage():
-        cases, dtypes, peers = cases_of(options), parse_dtypes(options.dtype), candidates(options.against, options.impl)
-        device = parse_device(options.device)
+        dtypes, device = parse_dtypes(options.dtype), parse_device(options.device)
+        wanted = features_command.features_of(options, device) if FEATURES in options.suite else ()
+        cases = [] if wanted else cases_of(options)
+        peers = {} if wanted else candidates(DEFAULT_PEERS if options.against is None else options.against, options.impl)
+        if options.window_ms is None:
+            options.window_ms = FEATURES_WINDOW_MS if wanted else WINDOW_MS
         if device.type == "cpu" and options.device is None:
             raise ValueError(
                 f"bench: torch {torch.__version__} sees no GPU, and times of a CPU would say nothing about one; "
@@ -75,6 +93,8 @@ def run(options: argparse.Namespace) -> int:
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         torch.cuda.set_device(device)
+    if wanted:
+        return features_command.run(options, wanted, dtypes, device, partial(_write_features, options))
     return _overhead(options, dtypes, device) if options.overhead else _run(options, cases, dtypes, peers, device)
 
 
@@ -131,6 +151,10 @@ def _run(
     if options.plot:
         write_plot(Path(options.plot), facts, rows)
     return 0 if all(row.status == OK for row in rows if row.candidate == LAZYMAX) else 1
+
+
+def _write_features(options: argparse.Namespace, facts: About, rows: Sequence[Row], stdout: bool) -> None:
+    _write(options, facts, rows, stdout=stdout)
 
 
 def _overhead(options: argparse.Namespace, dtypes: Sequence[torch.dtype], device: torch.device) -> int:

@@ -1,15 +1,17 @@
 """One case after the other: inputs, check, memory, time."""
 
 import statistics
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from .. import arch as arches
-from ..api import attention, scaled_dot_product_attention
+from ..api import attention
 from ..dispatch import plan
+from ..drop_in import scaled_dot_product_attention
 from ..problem import Problem
 from .cases import Case
 from .check import FAILED, LEFT_OUT, OK, Oracle, Verdict
@@ -58,27 +60,42 @@ def measure(
     q, k, v = case.tensors(dtype, clock.device)
     problem = Problem.from_call(q, k, v, causal=case.causal, window=case.window)
     oracle = Oracle(problem, q, k, v)
-    ready: dict[str, Ready] = {}
-    verdicts: dict[str, Verdict] = {}
-    memory: dict[str, float | None] = {}
-    for name, make in candidates.items():
+    examined = examine(
+        {name: partial(make, case, problem, q, k, v) for name, make in candidates.items()}, oracle, clock
+    )
+    del oracle
+    times = rounds_of(examined.ready, clock, rounds, window_ms)
+    chosen = plan(problem, arches.of(clock.device), impl).describe()
+    return [_row(case, problem, name, chosen, examined, times, matmul_tflops) for name in candidates]
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """What the check left: who may be timed, and a verdict on everybody."""
+
+    ready: dict[str, Ready] = field(default_factory=dict)
+    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    memory: dict[str, float | None] = field(default_factory=dict)
+
+
+def examine(
+    makes: Mapping[str, Callable[[], Ready]], oracle: Oracle, clock: Clock, strict: Collection[str] = (LAZYMAX,)
+) -> Examined:
+    """Run everybody once and judge the results; `strict`: who has to stay in the float64 error budget."""
+    found = Examined()
+    for name, make in makes.items():
         try:
             with refusals():
-                candidate = make(case, problem, q, k, v)
+                candidate = make()
                 out = _once(candidate, clock)
         except LeftOut as why:
-            verdicts[name] = Verdict(None, str(why), FAILED if name == LAZYMAX else LEFT_OUT)
+            found.verdicts[name] = Verdict(None, str(why), FAILED if name == LAZYMAX else LEFT_OUT)
             continue
-        verdicts[name] = oracle.judge(out, budget=name == LAZYMAX)
-        if verdicts[name].status == OK:
-            memory[name] = extra_memory(candidate, problem, clock)
-            ready[name] = candidate
-    del oracle
-    times = rounds_of(ready, clock, rounds, window_ms)
-    chosen = plan(problem, arches.of(clock.device), impl).describe()
-    return [
-        _row(case, problem, name, chosen, verdicts[name], times, memory.get(name), matmul_tflops) for name in candidates
-    ]
+        found.verdicts[name] = oracle.judge(out, budget=name in strict)
+        if found.verdicts[name].status == OK:
+            found.memory[name] = extra_memory(candidate, oracle.problem, clock)
+            found.ready[name] = candidate
+    return found
 
 
 def _once(candidate: Ready, clock: Clock) -> torch.Tensor:
@@ -94,29 +111,17 @@ def _row(
     problem: Problem,
     name: str,
     chosen: str,
-    verdict: Verdict,
-    times: dict[str, list[float]],
-    memory: float | None,
+    examined: Examined,
+    times: Mapping[str, list[float]],
     ceiling: float | None,
 ) -> Row:
-    moved = least_bytes(problem)
-    band = f"causal {problem.align}" if problem.causal else "full"
-    values: dict[str, float | None] = {}
-    if name in times:
-        mine, ours = times[name], times.get(LAZYMAX)
-        ms = statistics.median(mine)
-        tflops = problem.flops / ms / 1e9
-        values = dict(
-            ms=ms, ms_min=min(mine), ms_max=max(mine), tflops=tflops,
-            matmul_share=None if not ceiling else tflops / ceiling,
-            lazymax_speed=None if ours is None else ratio(mine, ours), extra_mib=memory,
-        )  # fmt: skip
+    moved, verdict = least_bytes(problem), examined.verdicts[name]
     return Row(
         suite=case.suite,
         case=case.name,
         shape=",".join(map(str, case.shape)),
         dtype=problem.dtype,
-        band=band if case.window is None else f"{band.removeprefix('full')} window {problem.window}".strip(),
+        band=band_of(problem),
         candidate=name,
         plan=chosen if name == LAZYMAX else "",
         status=verdict.status,
@@ -125,15 +130,39 @@ def _row(
         bytes=moved,
         intensity=problem.flops / moved if moved else 0.0,
         error=verdict.error,
-        **values,
+        extra_mib=examined.memory.get(name),
+        **figures(name, times, problem.flops, ceiling),
     )
+
+
+def band_of(problem: Problem) -> str:
+    """Which keys a query sees, by position."""
+    causal = f"causal {problem.align}" if problem.causal else ""
+    window = "" if problem.window == (None, None) else f"window {problem.window}"
+    return f"{causal} {window}".strip() or "full"
+
+
+def figures(
+    name: str, times: Mapping[str, list[float]], flops: float, ceiling: float | None
+) -> dict[str, float | None]:
+    """The fields of a `Row` that come from times; none for a candidate that was not timed."""
+    if name not in times:
+        return {}
+    mine, ours = times[name], times.get(LAZYMAX)
+    ms = statistics.median(mine)
+    tflops = flops / ms / 1e9
+    return dict(
+        ms=ms, ms_min=min(mine), ms_max=max(mine), tflops=tflops, matmul_share=None if not ceiling else tflops / ceiling,
+        lazymax_speed=None if ours is None else ratio(mine, ours),
+    )  # fmt: skip
 
 
 def least_bytes(problem: Problem) -> float:
     """q, k and v read once, the output written once."""
     p, size = problem, getattr(torch, problem.dtype).itemsize
     both = p.head_dim + p.v_head_dim
-    return float(size * p.batch * both * (p.q_heads * p.q_len + p.kv_heads * p.kv_len))
+    q_rows, k_rows = p.packed or (p.batch * p.q_len, p.batch * p.kv_len)
+    return float(size * both * (p.q_heads * q_rows + p.kv_heads * k_rows))
 
 
 def extra_memory(candidate: Ready, problem: Problem, clock: Clock) -> float | None:
@@ -144,7 +173,7 @@ def extra_memory(candidate: Ready, problem: Problem, clock: Clock) -> float | No
     torch.cuda.reset_peak_memory_stats(clock.device)
     before = torch.cuda.memory_allocated(clock.device)
     out = _once(candidate, clock)
-    lse = 4 * problem.batch * problem.q_heads * problem.q_len
+    lse = 4 * problem.q_heads * (problem.packed[0] if problem.packed else problem.batch * problem.q_len)
     beyond = torch.cuda.max_memory_allocated(clock.device) - before - out.untyped_storage().nbytes() - lse
     return max(0.0, beyond / 2**20)
 

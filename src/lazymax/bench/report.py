@@ -97,7 +97,7 @@ _COUNTS = ("flops", "bytes")
 
 def write_csv(path: Path, about: About, rows: Sequence[Row]) -> None:
     """A line per row, each with where and when it was measured, so that files of several runs can be joined."""
-    names = [field.name for field in fields(Row)]
+    names = [field.name for field in fields(rows[0] if rows else Row)]
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, [*names, *ABOUT_COLUMNS], lineterminator="\n")
         writer.writeheader()

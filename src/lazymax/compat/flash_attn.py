@@ -200,7 +200,8 @@ def _rules(
     dropout_p: Any, softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, slopes: Any, return_attn_probs: Any
 ) -> dict[str, Any]:
     """The shared arguments as keywords of `lazymax.attention`. What is not checked here has the same name there."""
-    if return_attn_probs and dropout_p:
+    dropout_p = _real(dropout_p, "dropout_p")
+    if return_attn_probs and dropout_p > 0.0:
         raise NotImplementedError(
             f"return_attn_probs: got True beside dropout_p={dropout_p}, expected one of them: no kernel stores the "
             "probabilities (S_dmask); lazymax.attention(..., dropout_p=..., return_lse=True) gives out and LSE"
@@ -225,7 +226,7 @@ def _rules(
 
 
 def _answer(result: Any, q: torch.Tensor, return_attn_probs: Any) -> Result:
-    return (*result, q.new_empty(0)) if return_attn_probs else result  # type: ignore[no-any-return]
+    return (*result, q.new_empty(0)) if return_attn_probs else result
 
 
 def _unpack(packed: torch.Tensor, name: str, count: int, lengths: str) -> tuple[torch.Tensor, ...]:

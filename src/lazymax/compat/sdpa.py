@@ -59,14 +59,14 @@ replacement = scaled_dot_product_attention
 
 def _is_ours(query: Any, key: Any, value: Any, mask: Any) -> bool:
     """Whether nothing but the call itself says what it means."""
-    for t in (query, key, value):
-        if type(t) not in _PLAIN and not _traces(t):
+    plain = type(query) in _PLAIN and type(key) in _PLAIN and type(value) in _PLAIN
+    if not (plain and (mask is None or type(mask) in _PLAIN)):
+        present = (query, key, value) if mask is None else (query, key, value, mask)
+        if not all(type(t) in _PLAIN or _traces(t) for t in present):
             return False
-    if mask is not None and type(mask) not in _PLAIN and not _traces(mask):
+    if torch._C._is_tracing():  # torch.jit.trace; the operator's implementation, called directly, would leave no trace
         return False
-    if torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
-        return False  # the operator's implementation, called past the dispatcher, would leave no trace
-    if not torch.compiler.is_compiling() and torch.autograd.forward_ad._current_level >= 0:
+    if torch.autograd.forward_ad._current_level >= 0 and not torch.compiler.is_compiling():
         return False
     modes = torch._C._len_torch_function_stack()
     return modes == 0 or all(isinstance(torch._C._get_function_stack_at(i), DeviceContext) for i in range(modes))

@@ -1,11 +1,12 @@
 """Lists of the key blocks that a query tile has to visit, for masks that are known by position alone.
 
-Two small kernels run before the forward: `classify` says of every tile of scores whether no pair of it counts, all do
-or some do; `compact` turns a row of those into two lists. The idea is FlexAttention's BlockMask (Dong et al., 2024),
-made anew for every call, so that it never goes stale.
+Two small kernels run before the forward: `classify` says of every tile of scores whether the mask keeps no pair of it,
+all or some; `compact` turns a row of those into two lists. Only tiles that band and length leave whole are listed: the
+few at the edges are visited as ever. The idea is FlexAttention's BlockMask (Dong et al., 2024), made anew for every
+call, so that it never goes stale.
 
 A row of the list, int32: the number of full blocks, the number of partial ones, then room for every block of keys: full
-ones from the front in rising order, partial ones at the end.
+ones from the front in rising order, partial ones from the end in falling order.
 """
 
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from . import bounds, masking, scores, sequences
+from . import bounds, scores, sequences
 
 HEADER = tl.constexpr(2)
 CHUNK = tl.constexpr(256)
@@ -39,8 +40,7 @@ def row_of(blocks, batch, head, slot):
 
 @triton.jit(do_not_specialize=["q_len", "kv_len", "first_offset", "last_offset"])
 def classify(kinds, heads, q_len, kv_len, first_offset, last_offset, lengths, modifiers, config):
-    """kinds[batch, head, slot, block] = 0, PARTIAL or FULL, int8. Grid: (blocks, slots, batches * heads).
-    Full tiles need no mask at all: the band and the length leave them whole too."""
+    """kinds[batch, head, slot, block] = 0, PARTIAL or FULL, int8. Grid: (blocks, slots, batches * heads)."""
     block = tl.program_id(0)
     slot = tl.program_id(1)
     batch = tl.program_id(2) // heads
@@ -49,19 +49,15 @@ def classify(kinds, heads, q_len, kv_len, first_offset, last_offset, lengths, mo
                                   config.BOTTOM_RIGHT)
     first_row = tile * config.BLOCK_M
     n = block * config.BLOCK_N
-    start, inner_start, inner_stop, stop = bounds.kv_range(
+    _, inner_start, inner_stop, _ = bounds.kv_range(
         first_row, tl.minimum(first_row + config.BLOCK_M, span.q_len) - 1, span.kv_len, span.first_offset,
         span.last_offset, config.BLOCK_N, config.HAS_FIRST, config.HAS_LAST)
     kind = 0
-    if (n >= start) & (n < stop):
-        rows = first_row + tl.arange(0, config.BLOCK_M)
-        cols = n + tl.arange(0, config.BLOCK_N)
-        place = scores.place_at(span, head, first_row, n, config.BLOCK_M, config.BLOCK_N, True)
-        band = masking.keep(rows, cols, span.kv_len, span.first_offset, span.last_offset, config.HAS_FIRST,
-                            config.HAS_LAST)
-        count = tl.sum((band & scores.allowed(modifiers, span, place, config)).to(tl.int32))
-        whole = (count == config.BLOCK_M * config.BLOCK_N) & (n >= inner_start) & (n + config.BLOCK_N <= inner_stop)
-        kind = tl.where(whole, FULL, tl.where(count > 0, PARTIAL, 0))
+    if (n >= inner_start) & (n < inner_stop):
+        place = scores.place_at(span, head, first_row, n, config.BLOCK_M, config.BLOCK_N, False)
+        kept = scores.allowed(modifiers, span, place, config) & tl.full([config.BLOCK_M, config.BLOCK_N], 1, tl.int1)
+        count = tl.sum(kept.to(tl.int32))
+        kind = tl.where(count == config.BLOCK_M * config.BLOCK_N, FULL, tl.where(count > 0, PARTIAL, 0))
     tl.store(row_of(kinds, batch, head, slot) + block, kind.to(tl.int8))
 
 

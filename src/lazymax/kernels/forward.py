@@ -45,15 +45,16 @@ class Config(NamedTuple):
     MASK_COLS: Any  # ... over keys
     SCORE_MOD: Any  # jitted function or None
     MASK_MOD: Any
-    LISTED: Any  # the key blocks to visit come from a list, see blocks.py
+    LISTED: Any  # of the key blocks inside the band, those to visit come from a list, see blocks.py
 
 
 @triton.jit
 def _sweep(q_tile, k, v, k_tiles, v_tiles, blocks, span, head, first_row, start, stop, m, l, acc, scale_log2, threshold,
-           modifiers, config, BLOCK_N: tl.constexpr, EDGE: tl.constexpr, GUARDED: tl.constexpr, LISTED: tl.constexpr):
+           modifiers, config, BLOCK_N: tl.constexpr, EDGE: tl.constexpr, GUARDED: tl.constexpr, LISTED: tl.constexpr,
+           CHOOSE: tl.constexpr):
     """Take the key blocks of [start, stop) into the running state (m, l, acc). EDGE: the band or the length may cut
-    through them. LISTED: start and stop are positions in the list `blocks` instead of keys. GUARDED: the cold path, by
-    pointers, with the exact exponent and the guarded product."""
+    through them. GUARDED: the cold path, by pointers, with the exact exponent and the guarded product. LISTED: start
+    and stop are positions in the list `blocks` instead of keys. CHOOSE: bool mask and mask_mod may hide keys."""
     DESCRIPTOR: tl.constexpr = config.DESCRIPTOR and not GUARDED
     EXACT: tl.constexpr = GUARDED or config.MODIFIED
     STEP: tl.constexpr = 1 if LISTED else BLOCK_N
@@ -71,7 +72,7 @@ def _sweep(q_tile, k, v, k_tiles, v_tiles, blocks, span, head, first_row, start,
             v_tile = memory.load_pieces(v, v_tiles, span.slab, kv_head, k_row, key_end, BLOCK_N, EDGE, config,
                                         config.D_V, config.DV_PIECES, True)
         s = products.scores(q_tile, k_tile, config.PRECISION, config.UPCAST)
-        s = scores.settle(s, modifiers, span, head, first_row, n, config, EDGE, EDGE or not LISTED)
+        s = scores.settle(s, modifiers, span, head, first_row, n, config, EDGE, CHOOSE)
         p, m, l, acc = softmax.step(s, m, l, acc, scale_log2, threshold, config.BRANCH and not GUARDED, EXACT)
         if modifiers.seed is not None:
             kept = dropout.keep(modifiers.seed, span.batch, head, first_row, n, modifiers.dropout_p, p.shape[0],
@@ -126,7 +127,7 @@ def _rewrite_guarded(q, k, v, out, lse, lse_rows, span, head, first_row, start, 
                                     True, config, config.D, config.D_PIECES, False)
         m, l, acc = _begin(GUARD_M, config)
         m, l, acc = _sweep(q_tile, k, v, None, None, None, span, head, chunk, start, stop, m, l, acc, scale_log2,
-                           threshold, modifiers, config, GUARD_N, True, True, False)
+                           threshold, modifiers, config, GUARD_N, True, True, False, True)
         _store(out, lse, lse_rows, span, head, chunk, m, l, acc, scale_log2, modifiers, config)
 
 
@@ -164,24 +165,23 @@ def attention_forward(q, k, v, out, lse, q_tiles, k_tiles, v_tiles, q_tails, k_t
     start, inner_start, inner_stop, stop = bounds.kv_range(first_row, tl.minimum(first_row + BLOCK_M, span.q_len) - 1,
                                                            span.kv_len, span.first_offset, span.last_offset, BLOCK_N,
                                                            config.HAS_FIRST, config.HAS_LAST)
+    if config.HAS_FIRST:
+        m, l, acc = _sweep(q_tile, k, v, k_tiles, v_tiles, None, span, head, first_row, start, inner_start, m, l, acc,
+                           scale_log2, threshold, modifiers, config, BLOCK_N, True, False, False, True)
     if config.LISTED:
-        # Full blocks need no mask at all, partial ones every one there is.
         row = lists.row_of(blocks, tl.program_id(2), head, slot)
         full = lists.HEADER + tl.load(row)
         end = lists.HEADER + tl.cdiv(kv_len, BLOCK_N)
         m, l, acc = _sweep(q_tile, k, v, k_tiles, v_tiles, row, span, head, first_row, lists.HEADER, full, m, l, acc,
-                           scale_log2, threshold, modifiers, config, BLOCK_N, False, False, True)
+                           scale_log2, threshold, modifiers, config, BLOCK_N, False, False, True, False)
         partial = end - tl.load(row + 1)
         m, l, acc = _sweep(q_tile, k, v, k_tiles, v_tiles, row, span, head, first_row, partial, end, m, l, acc,
-                           scale_log2, threshold, modifiers, config, BLOCK_N, True, False, True)
+                           scale_log2, threshold, modifiers, config, BLOCK_N, False, False, True, True)
     else:
-        if config.HAS_FIRST:
-            m, l, acc = _sweep(q_tile, k, v, k_tiles, v_tiles, None, span, head, first_row, start, inner_start, m, l,
-                               acc, scale_log2, threshold, modifiers, config, BLOCK_N, True, False, False)
         m, l, acc = _sweep(q_tile, k, v, k_tiles, v_tiles, None, span, head, first_row, inner_start, inner_stop, m, l,
-                           acc, scale_log2, threshold, modifiers, config, BLOCK_N, False, False, False)
-        m, l, acc = _sweep(q_tile, k, v, k_tiles, v_tiles, None, span, head, first_row, inner_stop, stop, m, l, acc,
-                           scale_log2, threshold, modifiers, config, BLOCK_N, True, False, False)
+                           acc, scale_log2, threshold, modifiers, config, BLOCK_N, False, False, False, True)
+    m, l, acc = _sweep(q_tile, k, v, k_tiles, v_tiles, None, span, head, first_row, inner_stop, stop, m, l, acc,
+                       scale_log2, threshold, modifiers, config, BLOCK_N, True, False, False, True)
     _store(out, lse, lse_rows, span, head, first_row, m, l, acc, scale_log2, modifiers, config)
     # Two things the loops above do not care about, because caring costs: scores so large that the fused exponent is
     # off, and 0 * NaN, a value outside a row's band but inside its tile that poisoned the row. Both show at the end.

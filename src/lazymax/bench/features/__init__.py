@@ -1,0 +1,1 @@
+"""`lazymax bench --suite features`: what each feature costs beside the plain kernel."""
