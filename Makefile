@@ -41,7 +41,7 @@ define install
 	test -d $(1) || $(PYTHON) -m venv $(1)
 	$(1)/bin/python -c "import torch" 2>/dev/null || $(1)/bin/pip install -q $(TORCH)
 	$(1)/bin/python -c "import triton" 2>/dev/null || $(1)/bin/pip install -q $(2)
-	$(1)/bin/pip install -q -e '.[test,bench,lint]' $(NUMPY)
+	$(1)/bin/pip install -q -e '.[test,bench,lint,consumers]' $(NUMPY)
 	touch $(1)/.ready
 endef
 

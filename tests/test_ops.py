@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import lazymax
 from lazymax import ops
+from lazymax.extras import NO_EXTRAS, NO_RULES, Extras, Rules
+from lazymax.options import parse_options
 from lazymax.problem import Problem
 from lazymax.testing import EPS, check_attention, make_qkv, within_budget
 
@@ -62,14 +66,75 @@ def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) -
     return weights / total @ v, total.log().squeeze(-1)
 
 
+# ---- the optional part of a call
+
+
+@triton.jit
+def _tilt(score, b, h, q_idx, k_idx, weight, table):
+    return score * (1.0 + 0.25 * tl.load(weight + h)) + tl.load(table + b * 3 + (q_idx + k_idx) % 3)
+
+
+def _tilt_reference(score, b, h, q_idx, k_idx, weight, table):
+    return score * (1.0 + 0.25 * weight[h]) + table[b, (q_idx + k_idx) % 3]
+
+
+@triton.jit
+def _sieve(b, h, q_idx, k_idx, limit):
+    return ((q_idx + 2 * k_idx + h) % 5 != 0) & (k_idx < tl.load(limit + b))
+
+
+def _sieve_reference(b, h, q_idx, k_idx, limit):
+    return ((q_idx + 2 * k_idx + h) % 5 != 0) & (k_idx < limit[b])
+
+
+lazymax.register_score_mod("test_ops.tilt", _tilt, reference=_tilt_reference)
+lazymax.register_mask_mod("test_ops.sieve", _sieve, reference=_sieve_reference)
+
+
+def normal(*shape: int, seed: int = 3) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def bools(*shape: int) -> torch.Tensor:
+    return normal(*shape) > -0.7
+
+
+def moved(value: Any, device: str, dtype: torch.dtype | None = None, grad: bool = False) -> Any:
+    """Options of a call on the device, floating tensors in `dtype` and, with `grad`, as leaves."""
+    if isinstance(value, dict):
+        return {name: moved(item, device, dtype, grad) for name, item in value.items()}
+    if isinstance(value, tuple) and value and isinstance(value[0], torch.Tensor):
+        return tuple(moved(item, device, dtype, grad) for item in value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    if not value.is_floating_point():
+        return value.to(device)
+    value = value.to(device, dtype or value.dtype)
+    return value.detach().requires_grad_(grad)
+
+
+def floats(options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors among the options that can have a gradient."""
+    named = {name: t for name, t in options.items() if isinstance(t, torch.Tensor)}
+    named |= {f"score_mod_args[{i}]": t for i, t in enumerate(options.get("score_mod_args", ()))}
+    return {name: t for name, t in named.items() if t.is_floating_point()}
+
+
+SIZES = (2, 2, 1, 19, 37, 16)
+PACKED_SIZES = (1, 2, 1, 19, 37, 16)
+ENDS = dict(cu_seqlens_q=torch.tensor([0, 7, 7, 16]), cu_seqlens_k=torch.tensor([0, 11, 20, 37]))
+TILT = dict(score_mod="test_ops.tilt", score_mod_args=(normal(2), normal(2, 3, seed=4)))
+SIEVE = dict(mask_mod="test_ops.sieve", mask_mod_args=(torch.tensor([30, 0]),))
+
+
 # ---- torch.library.opcheck
 
 
 @dataclass(frozen=True)
 class Op:
     id: str
-    sizes: tuple[int, ...] = (2, 2, 1, 19, 37, 16)
-    rules: tuple[Any, ...] = (False, None, None, "top_left", None)  # causal, left, right, align, scale
+    sizes: tuple[int, ...] = SIZES
+    options: dict[str, Any] = field(default_factory=dict)  # of `attention()` and `attention_varlen()`
     impl: str = "auto"
     return_lse: bool = True
     order: tuple[int, ...] = (0, 1, 2, 3)  # of q in memory
@@ -80,35 +145,50 @@ class Op:
         q, k, v = make_qkv(*self.sizes, dtype=self.dtype, device=device)
         return stored(q, self.order), k, v
 
+    def parsed(self, q: torch.Tensor, device: str) -> tuple[Extras, Rules]:
+        return parse_options(q, **moved(self.options, device, grad=self.grad))
+
 
 OPS = (
     Op("plain"),
     Op("stored as B, S, H, D", order=(0, 2, 1, 3)),
     Op("stored as H, B, S, D, no LSE", order=(1, 0, 2, 3), return_lse=False),
-    Op("D_v, causal", (2, 2, 2, 19, 19, 16, 24), (True, None, None, "bottom_right", 0.3)),
-    Op("window, no gradient", rules=(False, 5, 2, "top_left", None), grad=False),
-    Op("reference", (3, 2, 1, 9, 17, 8), (True, None, None, "top_left", None), impl="reference"),
+    Op("D_v, causal", (2, 2, 2, 19, 19, 16, 24), dict(causal="bottom_right", scale=0.3)),
+    Op("window, no gradient", options=dict(window=(5, 2)), grad=False),
+    Op("reference", (3, 2, 1, 9, 17, 8), dict(causal="top_left"), impl="reference"),
     Op("fp16", order=(0, 2, 1, 3), dtype=torch.float16),
     Op("one query", (2, 2, 1, 1, 37, 16)),
 )
+WITH_EXTRAS = (
+    Op("float mask, transposed", options=dict(attn_mask=normal(37, 19).T, softcap=2.0), order=(0, 2, 1, 3)),
+    Op("bool mask of batch and keys", options=dict(attn_mask=bools(2, 1, 1, 37))),
+    Op("sinks, slopes, dropout", options=dict(
+        sinks=normal(2), alibi_slopes=normal(2, 2), dropout_p=0.2, dropout_seed=torch.tensor([7]))),
+    Op("lengths, mask_mod, no gradient", options=dict(**SIEVE, seqlens_k=torch.tensor([37, 11])), grad=False),
+    Op("packed, sinks per sequence", PACKED_SIZES, dict(**ENDS, sinks=normal(3, 2), causal="bottom_right"),
+       order=(0, 2, 1, 3)),
+    Op("score_mod", options=TILT),
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("case", OPS, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [*OPS, *WITH_EXTRAS], ids=lambda case: case.id)
 def test_opcheck_of_the_forward(case: Op, device: str) -> None:
     qkv = case.qkv(device)
     if case.grad:
         qkv = tuple(
             stored(t.detach(), case.order if i == 0 else (0, 1, 2, 3)).requires_grad_() for i, t in enumerate(qkv)
         )
-    torch.library.opcheck(FORWARD, (*qkv, *case.rules, case.impl, None, case.return_lse))
+    extras, rules = case.parsed(qkv[0], device)
+    torch.library.opcheck(FORWARD, (*qkv, *extras, *rules, case.impl, None, case.return_lse))
 
 
-@pytest.mark.parametrize("case", OPS[:5], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [*OPS[:5], *WITH_EXTRAS], ids=lambda case: case.id)
 def test_opcheck_of_the_backward(case: Op, device: str) -> None:
     q, k, v = case.qkv(device)
     grad_out = stored(torch.randn(*q.shape[:3], v.shape[3], device=device), case.order)
     grad_lse = torch.randn(q.shape[:3], device=device) if case.return_lse else None
-    torch.library.opcheck(BACKWARD, (grad_out, grad_lse, q, k, v, *case.rules))
+    extras, rules = parse_options(q, **moved(case.options, device))
+    torch.library.opcheck(BACKWARD, (grad_out, grad_lse, q, k, v, *extras, *rules, [case.grad] * 4))
 
 
 # ---- strides
@@ -140,14 +220,21 @@ STRIDES = [
 def test_real_and_fake_strides_are_the_same_and_dense(case: Stride, device: str) -> None:
     q, k, v = make_qkv(*case.sizes, dtype=torch.float16, device=device)
     q = case.make(q)
-    rules, impl = (False, None, None, "top_left", None), "reference"  # every route writes into the same output
-    real = FORWARD(q, k, v, *rules, impl, None, True)
-    back = BACKWARD(real[0], real[1], q, k, v, *rules)
+    mask, sinks, weight, table = (t.to(device) for t in (normal(9, q.shape[2]).T, normal(4), normal(4).half(), normal(2, 3)))
+    options = dict(attn_mask=mask, sinks=sinks, score_mod="test_ops.tilt", score_mod_args=(weight, table))
+    extras, rules = parse_options(q, **options)
+    how = ("reference", None, True)  # every route writes into the same output
+    needs = [True, False, True, True]
+    real = FORWARD(q, k, v, *extras, *rules, *how)
+    back = BACKWARD(*real, q, k, v, *extras, *rules, needs)
     with FakeTensorMode() as mode:
-        fq, fk, fv = (mode.from_tensor(t) for t in (q, k, v))
-        fake = FORWARD(fq, fk, fv, *rules, impl, None, True)
-        fake_back = BACKWARD(fake[0], fake[1], fq, fk, fv, *rules)
-    for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), (*real, *back), (*fake, *fake_back), strict=True):
+        fq, fk, fv, *rest = (mode.from_tensor(t) for t in (q, k, v, mask, sinks, weight, table))
+        options |= dict(attn_mask=rest[0], sinks=rest[1], score_mod_args=tuple(rest[2:]))
+        fake_extras, _ = parse_options(fq, **options)
+        fake = FORWARD(fq, fk, fv, *fake_extras, *rules, *how)
+        fake_back = BACKWARD(*fake, fq, fk, fv, *fake_extras, *rules, needs)
+    names = ("out", "lse", "dq", "dk", "dv", "dmask", "dslopes", "dsinks", "dweight", "dtable")
+    for name, x, y in zip(names, (*real, *back), (*fake, *fake_back), strict=True):
         got = (x.shape, x.stride(), x.dtype, x.device, x.storage_offset())
         assert got == (y.shape, y.stride(), y.dtype, y.device, y.storage_offset()), name
     out = real[0]
@@ -543,7 +630,7 @@ def test_fake_tensors() -> None:
 def test_tensors_on_different_devices_are_refused_by_the_operator() -> None:
     q, k, v = make_qkv(1, 2, 2, 5, 5, 8)
     with pytest.raises(ValueError, match="got devices cpu, cpu, meta, expected one"):
-        FORWARD(q, k, v.to("meta"), False, None, None, "top_left", None, "auto", None, False)
+        FORWARD(q, k, v.to("meta"), *NO_EXTRAS, *NO_RULES, *ops.Options())
 
 
 # ---- the cache of decisions

@@ -7,14 +7,12 @@ import json
 from dataclasses import asdict, dataclass
 
 from .arch import Arch
-from .backends import Backend, Tile, registry
+from .backends import LARGEST_HEAD_DIM, Backend, Tile, registry
 from .compat import tritons
 from .problem import Problem
 
 KERNEL_DTYPES = ("float16", "bfloat16", "float32")
-MAX_HEAD_DIMS = (256, 256)  # of q and k, of v
-MAX_HEAD_DIMS_LARGE = (576, 512)  # where shared memory allows: the latent form of MLA
-LARGE_SHARED_MEMORY = 160 * 1024
+MAX_HEAD_DIM, MAX_V_HEAD_DIM = LARGEST_HEAD_DIM, 512  # the latent form of MLA
 MAX_BATCH = 65535  # of one launch, on CUDA and HIP
 
 
@@ -62,18 +60,11 @@ def kernel_refusal(problem: Problem, arch: Arch) -> str | None:
         return f"{arch.id} has no matrix unit that Triton uses; torch's own kernels are the better ones there"
     if problem.dtype not in KERNEL_DTYPES:
         return f"the kernel computes in float32; {problem.dtype} goes to the reference"
-    limits = MAX_HEAD_DIMS_LARGE if arch.shared_memory >= LARGE_SHARED_MEMORY else MAX_HEAD_DIMS
-    for name, dim, limit in zip(("q and k", "v"), (problem.head_dim, problem.v_head_dim), limits, strict=True):
+    for name, dim, limit in (
+        ("q and k", problem.head_dim, MAX_HEAD_DIM), ("v", problem.v_head_dim, MAX_V_HEAD_DIM),
+    ):  # fmt: skip
         if not 1 <= dim <= limit:
-            more = (
-                ""
-                if limits == MAX_HEAD_DIMS_LARGE
-                else (
-                    f"; to {MAX_HEAD_DIMS_LARGE[0]} for q and k and {MAX_HEAD_DIMS_LARGE[1]} for v with "
-                    f"{LARGE_SHARED_MEMORY // 1024} KiB of shared memory, {arch.id} has {arch.shared_memory // 1024}"
-                )
-            )
-            return f"head dim of {name}: the kernel takes 1 to {limit}, got {dim}{more}"
+            return f"head dim of {name}: the kernel takes 1 to {limit}, got {dim}"
     by_position = problem.dropout_p or problem.score_mod or problem.mask_mod
     if problem.batch > MAX_BATCH and not problem.packed and by_position:
         return f"dropout and mods count batch elements to {MAX_BATCH}, got {problem.batch}"

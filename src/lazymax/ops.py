@@ -84,7 +84,9 @@ observers: list[Callable[[Plan | None], None]] = []
 
 
 def observe(plan: Plan | None) -> None:
-    """Tell the observers what ran."""
+    """Tell the observers what ran; not what is only traced."""
+    if torch.compiler.is_compiling():
+        return
     for observer in observers:
         observer(plan)
 
@@ -276,7 +278,7 @@ def _differentiate(ctx: Any, grad_out: torch.Tensor, grad_lse: torch.Tensor | No
 
 
 INSTEAD = (
-    "call torch.nn.functional.scaled_dot_product_attention under "
+    "call torch's own scaled_dot_product_attention (lazymax.reference.TORCH_SDPA) under "
     "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) for that"
 )
 
@@ -333,6 +335,7 @@ def forward(
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
         return _Forward.apply(q, k, v, *extras, *rules, *options)  # type: ignore[no-any-return,no-untyped-call]
     plain = type(q) is type(k) is type(v) is torch.Tensor and torch._C._len_torch_dispatch_stack() == 0
+    plain &= torch._C._get_tracing_state() is None
     if plain and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
         if extras is NO_EXTRAS or not (torch.is_grad_enabled() and any(t.requires_grad for _, t in extras.tensors())):
             return _forward(q, k, v, extras, rules, options, True)

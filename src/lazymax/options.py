@@ -99,6 +99,13 @@ def parse_options(
     for name, args in (("score_mod_args", score_mod_args), ("mask_mod_args", mask_mod_args)):
         if not isinstance(args, tuple | list):
             raise TypeError(f"{name}: got {type(args).__name__}, expected a tuple of tensors")
+    for name, t in (
+        ("alibi_slopes", alibi_slopes), ("sinks", sinks), ("seqlens_k", seqlens_k), ("cu_seqlens_q", cu_seqlens_q),
+        ("cu_seqlens_k", cu_seqlens_k), ("dropout_seed", dropout_seed), *(("score_mod_args", t) for t in score_mod_args),
+        *(("mask_mod_args", t) for t in mask_mod_args),
+    ):  # fmt: skip
+        if t is not None and not isinstance(t, torch.Tensor):
+            raise TypeError(f"{name}: got {t!r}, expected a torch.Tensor")
     extras = Extras(
         parse_mask(attn_mask), alibi_slopes, sinks, seqlens_k, cu_seqlens_q, cu_seqlens_k,
         dropout_seed if dropout_p > 0 else None, tuple(score_mod_args), tuple(mask_mod_args),

@@ -60,6 +60,11 @@ class Problem:
         """Scores change after the scale, by more than a choice of keys."""
         return bool(self.softcap or self.alibi or self.score_mod) or self.mask not in (None, "bool")
 
+    @property
+    def plain(self) -> bool:
+        """Nothing but a band and a length hides keys or changes scores."""
+        return not (self.modified or self.mask or self.mask_mod or self.dropout_p or self.packed)
+
     def q_tiles(self, block_m: int) -> int:
         """Query tiles of one head, over the whole batch."""
         if self.packed:

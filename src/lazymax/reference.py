@@ -6,17 +6,16 @@ backward. All work through the query rows in chunks, so that memory does not gro
 """
 
 import torch
-import torch.nn.functional as F
 
 from .extras import NO_EXTRAS, Extras
 from .problem import Problem
 from .reference_backward import backward
 from .reference_scores import NEVER, Scoring, chunks, compute_dtype, grouped, keep, parts, without_autocast
 
-__all__ = ["attention", "backward", "compute_dtype", "fallback", "keep"]
+__all__ = ["TORCH_SDPA", "attention", "backward", "compute_dtype", "fallback", "keep"]
 
-# Captured: a program may put this package in the place of torch's function.
-TORCH_SDPA = F.scaled_dot_product_attention
+# Not from torch.nn.functional, where a program may have put another function: `replace_sdpa` does.
+TORCH_SDPA = torch._C._nn.scaled_dot_product_attention
 
 
 def _weighted(p: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -59,7 +58,7 @@ def attention(
             at = scoring.positions(rows)
             allowed = scoring.allowed(at, rows)
             s = scoring.raw(queries[:, :, rows].to(dtype), keys, allowed)
-            p, part_lse[..., rows], _ = scoring.softmax(scoring.modify(s, at, scoring.biases(rows)), allowed)
+            p, part_lse[..., rows], _ = scoring.softmax(scoring.modify(s, at, rows), allowed)
             kept = scoring.kept(at)
             p = p if kept is None else p * kept
             p = p if p_dtype is None else p.to(p_dtype).to(dtype)

@@ -1,7 +1,6 @@
 """The reference's gradients, of everything in a call that can have one.
 
-By formula around the softmax, with everything recomputed from the inputs. What happens to a score between the scale and
-the softmax is differentiated by torch, so that any registered modification works.
+By formula, with everything recomputed from the inputs; a score_mod is differentiated by torch.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +10,6 @@ import torch
 from .extras import NO_EXTRAS, Extras
 from .problem import Problem
 from .reference_scores import (
-    Biases,
     Part,
     Positions,
     Scoring,
@@ -40,7 +38,6 @@ class _Sums:
             for t, need in zip((extras.mask, extras.alibi_slopes, extras.sinks), needs[:3], strict=True)
         )
         self.args = [self._of(t, needs[3]) for t in extras.score_args]
-        self.of_biases = (self.mask, self.slopes, *self.args)
         self.optional = (extras.mask, extras.alibi_slopes, extras.sinks, *extras.score_args)
 
     def _of(self, t: torch.Tensor | None, need: bool) -> torch.Tensor | None:
@@ -78,11 +75,11 @@ def backward(
 
     grad_out (B, Hq, Sq, D_v), grad_lse (B, Hq, Sq) or None; the rest as in `reference.attention`.
 
-    With P = softmax(S), Z what dropout multiplies P by, and R the raw scores, of which S is a function:
+    With P = softmax(S), Z what dropout multiplies P by, and R the scaled scores, of which S is a function:
     dV = (P Z)^T dO, dP = Z dO V^T, dS = P * (dP - delta + dLSE) with delta = rowsum(P * dP), dR = dS * S'(R),
     dQ = dR K, dK = dR^T Q, times the scale (Dao et al., FlashAttention, 2022, appendix B; the dLSE term: d LSE / d S =
-    P). A sink is one more score with P Z V = 0: dsink = sum of P_sink * (dLSE - delta). Rows without keys, and packed
-    rows of no sequence, give 0.
+    P). The mask's is dS, summed over what it broadcasts. A sink is one more score, of value 0: dsink = sum of
+    P_sink * (dLSE - delta). Rows without keys, and packed rows of no sequence, give 0.
     """
     sums = _Sums(q, k, v, extras, needs)
     for part in parts(problem, extras):
@@ -104,7 +101,8 @@ def _add_part(sums: _Sums, part: Part, grad_out: torch.Tensor, grad_lse: torch.T
         at = scoring.positions(rows)
         allowed = scoring.allowed(at, rows)
         raw = scoring.raw(q_chunk, keys, allowed)
-        s, pullback = _modified(scoring, sums, raw, at, rows)
+        capped = scoring.cap(raw)
+        s, pullback = _modded(scoring, sums, scoring.bias(capped, at, rows), at)
         p, _, p_sink = scoring.softmax(s, allowed)
         kept = scoring.kept(at)
         weights = p if kept is None else p * kept
@@ -119,7 +117,14 @@ def _add_part(sums: _Sums, part: Part, grad_out: torch.Tensor, grad_lse: torch.T
         ds = torch.where(p == 0, 0.0, p * (dp + shift[..., None]))
         if sums.sinks is not None and p_sink is not None:
             _add_per_head(sums.sinks, torch.where(p_sink == 0, 0.0, p_sink * shift).sum(-1), part)
-        draw = ds if pullback is None else torch.where(ds == 0, 0.0, _pull_back(sums, pullback, ds, part, rows))
+        if pullback is not None:
+            ds = torch.where(ds == 0, 0.0, _pull_back(sums, pullback, ds))  # also where the slope is infinite
+        if sums.mask is not None:
+            total = mask_rows(sums.mask, rows)
+            total += ds.sum_to_size(total.shape)
+        if sums.slopes is not None:
+            _add_per_head(sums.slopes, -(ds * scoring.distance(at)).sum((-2, -1)), part)
+        draw = ds * (1.0 - (capped / problem.softcap) ** 2) if problem.softcap else ds
         draw = grouped(draw * problem.scale, problem)
         dq[:, :, rows] = torch.einsum("bhgqk,bhkd->bhgqd", draw, clean_keys).flatten(1, 2)
         dk += torch.einsum("bhgqk,bhgqd->bhkd", draw, grouped(q_chunk.nan_to_num(0.0, 0.0, 0.0), problem))
@@ -133,42 +138,33 @@ def _add_per_head(total: torch.Tensor, own: torch.Tensor, part: Part) -> None:
         total[part.first : part.first + part.problem.batch] += own
 
 
-def _modified(
-    scoring: Scoring, sums: _Sums, raw: torch.Tensor, at: Positions, rows: slice
-) -> tuple[torch.Tensor, Pullback | None]:
-    """Modified scores, and the function from their gradient to those of raw and of the wanted ones of mask, slopes and
-    arguments; None where nothing modifies.
+def _modded(scoring: Scoring, sums: _Sums, biased: torch.Tensor, at: Positions) -> tuple[torch.Tensor, Pullback | None]:
+    """Scores through the score_mod, and the function from their gradient to those of biased scores and of the wanted
+    arguments; None without one.
 
     torch.func.vjp and not torch.autograd.grad: the operator that this runs in is called below autograd, where ordinary
-    tensors record nothing, without an error.
+    tensors record nothing, without an error. Only here, as its first use imports torch._dynamo (1 s, and Triton).
     """
-    if not scoring.problem.modified:
-        return raw, None
-    biases = scoring.biases(rows)
-    given = (biases.mask, biases.slopes, *biases.args)
-    wanted = [t is not None and total is not None for t, total in zip(given, sums.of_biases, strict=True)]
+    if scoring.problem.score_mod is None:
+        return biased, None
+    wanted = [total is not None for total in sums.args]
 
-    def modify(raw: torch.Tensor, *leaves: torch.Tensor) -> torch.Tensor:
+    def mod(biased: torch.Tensor, *leaves: torch.Tensor) -> torch.Tensor:
         rest = iter(leaves)
-        mask, slopes, *args = [next(rest) if want else t for t, want in zip(given, wanted, strict=True)]
-        return scoring.modify(raw, at, Biases(mask, slopes, tuple(args)))  # type: ignore[arg-type]
+        args = tuple(next(rest) if want else t for t, want in zip(scoring.args, wanted, strict=True))
+        return scoring.mod(biased, at, args)
 
     s, pullback = torch.func.vjp(  # type: ignore[misc]
-        modify, raw, *(t for t, want in zip(given, wanted, strict=True) if want)
+        mod, biased, *(t for t, want in zip(scoring.args, wanted, strict=True) if want)
     )
     return s, pullback
 
 
-def _pull_back(sums: _Sums, pullback: Pullback, ds: torch.Tensor, part: Part, rows: slice) -> torch.Tensor:
-    """From the gradient of modified scores to that of raw ones; adds to those of the mask, slopes and arguments."""
-    raw, *others = pullback(ds)
+def _pull_back(sums: _Sums, pullback: Pullback, ds: torch.Tensor) -> torch.Tensor:
+    """From the gradient of scores behind the score_mod to that before it; adds to those of its arguments."""
+    biased, *others = pullback(ds)
     found = iter(others)
-    if sums.mask is not None:
-        mask_rows(sums.mask, rows).add_(next(found))
-    if sums.slopes is not None:
-        own = next(found)
-        _add_per_head(sums.slopes, own if own.dim() == 2 else own[None], part)
     for total in sums.args:
         if total is not None:
             total += next(found)
-    return raw
+    return biased

@@ -109,14 +109,6 @@ class Positions(NamedTuple):
     k_idx: torch.Tensor
 
 
-class Biases(NamedTuple):
-    """The tensors that change the scores of a chunk, in the dtype of the scores."""
-
-    mask: torch.Tensor | None  # floating, (B or 1, Hq or 1, rows or 1, Sk or 1)
-    slopes: torch.Tensor | None  # (Hq,) or (B, Hq)
-    args: tuple[torch.Tensor, ...]  # of the score_mod; integers as they came
-
-
 class Weights(NamedTuple):
     """Of a chunk, after the softmax."""
 
@@ -171,26 +163,30 @@ class Scoring:
             terms.append(mods.get("mask_mod", problem.mask_mod).twin()(*at, *self.extras.mask_args).bool())
         return functools.reduce(torch.logical_and, terms) if terms else None
 
-    def biases(self, rows: slice) -> Biases:
-        """What changes the scores of `rows`."""
-        mask = self.extras.mask
-        floating = None if mask is None or mask.dtype == torch.bool else mask_rows(mask, rows).to(self.dtype)
-        return Biases(floating, self.slopes, self.args)
+    def modify(self, s: torch.Tensor, at: Positions, rows: slice) -> torch.Tensor:
+        """All that may happen to scaled scores (B, Hq, rows, Sk) before the softmax."""
+        return self.mod(self.bias(self.cap(s), at, rows), at, self.args)
 
-    def modify(self, s: torch.Tensor, at: Positions, biases: Biases) -> torch.Tensor:
-        """Softcap, ALiBi, mask and score_mod, in this order, of scaled scores (B, Hq, rows, Sk)."""
-        problem, shape = self.problem, s.shape
-        if problem.softcap:
-            s = problem.softcap * torch.tanh(s / problem.softcap)
-        if biases.slopes is not None:
-            distance = (at.q_idx + self.diagonal - at.k_idx).abs()
-            s = s - biases.slopes[..., None, None] * distance
-        if biases.mask is not None:
-            s = s + biases.mask
-        if problem.score_mod is not None:
-            twin = mods.get("score_mod", problem.score_mod).twin()
-            s = twin(s, *at, *biases.args).to(self.dtype).expand(shape)
-        return s
+    def cap(self, s: torch.Tensor) -> torch.Tensor:
+        """Soft-capped scores."""
+        cap = self.problem.softcap
+        return cap * torch.tanh(s / cap) if cap else s
+
+    def bias(self, s: torch.Tensor, at: Positions, rows: slice) -> torch.Tensor:
+        """Capped scores with what ALiBi and a floating mask add."""
+        if self.slopes is not None:
+            s = s - self.slopes[..., None, None] * self.distance(at)
+        mask = self.extras.mask
+        return s if mask is None or mask.dtype == torch.bool else s + mask_rows(mask, rows).to(self.dtype)
+
+    def distance(self, at: Positions) -> torch.Tensor:
+        """From the diagonal, in keys."""
+        return (at.q_idx + self.diagonal - at.k_idx).abs()
+
+    def mod(self, s: torch.Tensor, at: Positions, args: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Biased scores through the score_mod."""
+        name = self.problem.score_mod
+        return s if name is None else mods.get("score_mod", name).twin()(s, *at, *args).to(self.dtype).expand(s.shape)
 
     def raw(self, q: torch.Tensor, k: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
         """Scaled scores (B, Hq, rows, Sk) of q (B, Hq, rows, D) and k (B, Hkv, Sk, D); finite where a key takes no

@@ -15,6 +15,8 @@ from ..arch import Arch
 from ..problem import Problem
 
 HALF = ("float16", "bfloat16")
+USUAL_HEAD_DIM = 256  # larger ones are for rows that say so: the tiles of the others would not fit
+LARGEST_HEAD_DIM = 576  # that any row takes
 MAX_Q_TILES = 65535  # the second dimension of a grid, on CUDA and HIP
 
 
@@ -22,23 +24,27 @@ MAX_Q_TILES = 65535  # the second dimension of a grid, on CUDA and HIP
 class When:
     """The condition of a row; None is no condition."""
 
-    max_head_dim: int | None = None  # of the larger of D and D_v, in elements
+    max_head_dim: int | None = None  # of the larger of D and D_v, in elements; None: USUAL_HEAD_DIM
     dtypes: tuple[str, ...] | None = None
     causal: bool | None = None  # the band has a right bound
     window: bool | None = None  # the band has a left bound
+    plain: bool | None = None  # no masks, mods, dropout or packed sequences
     min_programs: float | None = None  # programs of this row's size per multiprocessor
 
     def refusal(self, problem: Problem, arch: Arch, block_m: int) -> str | None:
         """Why the problem does not meet the condition, or None."""
         head_dim = max(problem.head_dim, problem.v_head_dim)
-        if self.max_head_dim is not None and head_dim > self.max_head_dim:
-            return f"for head dims to {self.max_head_dim}, got {head_dim}"
+        limit = self.max_head_dim or USUAL_HEAD_DIM
+        if head_dim > limit:
+            return f"for head dims to {limit}, got {head_dim}"
         if self.dtypes is not None and problem.dtype not in self.dtypes:
             return f"for {' and '.join(self.dtypes)}, got {problem.dtype}"
         if self.causal is not None and self.causal != (problem.last_offset is not None):
             return "for causal problems" if self.causal else "for problems without a right bound"
         if self.window is not None and self.window != (problem.first_offset is not None):
             return "for windows" if self.window else "for problems without a left bound"
+        if self.plain is not None and self.plain != problem.plain:
+            return "for plain problems" if self.plain else "for masks, mods, dropout and packed sequences"
         programs = problem.q_tiles(block_m) * problem.q_heads
         if self.min_programs is not None and programs < self.min_programs * arch.multiprocessors:
             return f"for {self.min_programs:g} programs per multiprocessor and more, got {programs} in all"

@@ -70,8 +70,8 @@ def pieces(problem: Problem, limit: int) -> list[Piece]:
     """All of the problem if it has at most `limit` scores, else a sample of about that many."""
     p = problem
     if not banded(p):
-        rows, keys = p.packed or (p.batch * p.q_len, p.kv_len)
-        count = max(1, min(p.kv_heads, limit // (p.group * rows * keys)))
+        q_rows, keys = p.packed or (p.batch * p.q_len, p.kv_len)
+        count = max(1, min(p.kv_heads, limit // (p.group * q_rows * keys)))
         return [Piece(slice(0, p.batch), slice(0, count), slice(0, p.packed[0] if p.packed else p.q_len))]
     one_head = p.group * p.q_len * p.kv_len
     if p.batch * p.kv_heads * one_head <= limit:

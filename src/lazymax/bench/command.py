@@ -78,7 +78,8 @@ def run(options: argparse.Namespace) -> int:
         dtypes, device = parse_dtypes(options.dtype), parse_device(options.device)
         wanted = features_command.features_of(options, device) if FEATURES in options.suite else ()
         cases = [] if wanted else cases_of(options)
-        peers = {} if wanted else candidates(DEFAULT_PEERS if options.against is None else options.against, options.impl)
+        against = DEFAULT_PEERS if options.against is None else options.against
+        peers = {} if wanted else candidates(against, options.impl)
         if options.window_ms is None:
             options.window_ms = FEATURES_WINDOW_MS if wanted else WINDOW_MS
         if device.type == "cpu" and options.device is None:

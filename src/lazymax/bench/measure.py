@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 
 from .. import arch as arches
 from ..api import attention
 from ..dispatch import plan
 from ..drop_in import scaled_dot_product_attention
 from ..problem import Problem
+from ..reference import TORCH_SDPA
 from .cases import Case
 from .check import FAILED, LEFT_OUT, OK, Oracle, Verdict
 from .clock import Clock, host_blocks, ratio, rounds_of
@@ -152,7 +152,8 @@ def figures(
     ms = statistics.median(mine)
     tflops = flops / ms / 1e9
     return dict(
-        ms=ms, ms_min=min(mine), ms_max=max(mine), tflops=tflops, matmul_share=None if not ceiling else tflops / ceiling,
+        ms=ms, ms_min=min(mine), ms_max=max(mine), tflops=tflops,
+        matmul_share=None if not ceiling else tflops / ceiling,
         lazymax_speed=None if ours is None else ratio(mine, ours),
     )  # fmt: skip
 
@@ -199,7 +200,7 @@ def overhead(dtype: torch.dtype, clock: Clock, rounds: int, block: int = 200) ->
     calls: dict[str, Callable[[], object]] = {
         "lazymax.scaled_dot_product_attention": lambda: scaled_dot_product_attention(q, k, v),
         "lazymax.attention": lambda: attention(q, k, v),
-        torch_name: lambda: F.scaled_dot_product_attention(q, k, v),
+        torch_name: lambda: TORCH_SDPA(q, k, v),
     }
     for call in calls.values():
         call()

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from ..api import attention
 from ..problem import Problem
+from ..reference import TORCH_SDPA
 from .cases import Case
 
 LAZYMAX = "lazymax"
@@ -58,7 +58,7 @@ def sdpa(backend: str | None) -> Make:
         causal, grouped = case.causal is not None, problem.group > 1
 
         def run() -> torch.Tensor:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+            return TORCH_SDPA(q, k, v, is_causal=causal, enable_gqa=grouped)
 
         if backend is None:
             return Ready(run)

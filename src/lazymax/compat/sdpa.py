@@ -64,8 +64,8 @@ def _is_ours(query: Any, key: Any, value: Any, mask: Any) -> bool:
         present = (query, key, value) if mask is None else (query, key, value, mask)
         if not all(type(t) in _PLAIN or _traces(t) for t in present):
             return False
-    if torch._C._is_tracing():  # torch.jit.trace; the operator's implementation, called directly, would leave no trace
-        return False
+    if torch._C._get_tracing_state() is not None:
+        return False  # torch.jit.trace: the operator's implementation, called past the dispatcher, would leave no trace
     if torch.autograd.forward_ad._current_level >= 0 and not torch.compiler.is_compiling():
         return False
     modes = torch._C._len_torch_function_stack()

@@ -96,10 +96,13 @@ def _begin(ROWS: tl.constexpr, config):
 
 
 @triton.jit
-def _store(out, lse, lse_rows, span, head, first_row, m, l, acc, scale_log2, modifiers, config):
+def _store(out, lse, lse_rows, span, head, first_row, m, l, acc, scale_log2, lengths, modifiers, config):
     """Finish the state of a tile and write its output and LSE."""
     if modifiers.sinks is not None:
-        sink = tl.load(modifiers.sinks + span.batch * modifiers.sinks_batch_stride + head).to(tl.float32)
+        # Rows behind the last packed sequence have no sink.
+        known = span.batch < lengths.count if lengths.cu_seqlens_q is not None else True
+        sink = tl.load(modifiers.sinks + span.batch * modifiers.sinks_batch_stride + head, mask=known,
+                       other=float("-inf")).to(tl.float32)
         acc, lse_tile = softmax.finish_with_sink(m, l, acc, scale_log2, sink)
     else:
         acc, lse_tile = softmax.finish(m, l, acc, scale_log2)
@@ -117,8 +120,8 @@ def _store(out, lse, lse_rows, span, head, first_row, m, l, acc, scale_log2, mod
 
 
 @triton.jit(noinline=True)
-def _rewrite_guarded(q, k, v, out, lse, lse_rows, span, head, first_row, start, stop, scale_log2, threshold, modifiers,
-                     config):
+def _rewrite_guarded(q, k, v, out, lse, lse_rows, span, head, first_row, start, stop, scale_log2, threshold, lengths,
+                     modifiers, config):
     """Compute and store the tile once more, the careful way and in small pieces: this cold path must not cost the hot
     one its registers."""
     for r in tl.range(0, config.BLOCK_M, GUARD_M):
@@ -128,7 +131,7 @@ def _rewrite_guarded(q, k, v, out, lse, lse_rows, span, head, first_row, start, 
         m, l, acc = _begin(GUARD_M, config)
         m, l, acc = _sweep(q_tile, k, v, None, None, None, span, head, chunk, start, stop, m, l, acc, scale_log2,
                            threshold, modifiers, config, GUARD_N, True, True, False, True)
-        _store(out, lse, lse_rows, span, head, chunk, m, l, acc, scale_log2, modifiers, config)
+        _store(out, lse, lse_rows, span, head, chunk, m, l, acc, scale_log2, lengths, modifiers, config)
 
 
 @triton.jit(do_not_specialize=["q_len", "kv_len", "first_offset", "last_offset", "lse_rows"])
@@ -182,7 +185,7 @@ def attention_forward(q, k, v, out, lse, q_tiles, k_tiles, v_tiles, q_tails, k_t
                            acc, scale_log2, threshold, modifiers, config, BLOCK_N, False, False, False, True)
     m, l, acc = _sweep(q_tile, k, v, k_tiles, v_tiles, None, span, head, first_row, inner_stop, stop, m, l, acc,
                        scale_log2, threshold, modifiers, config, BLOCK_N, True, False, False, True)
-    _store(out, lse, lse_rows, span, head, first_row, m, l, acc, scale_log2, modifiers, config)
+    _store(out, lse, lse_rows, span, head, first_row, m, l, acc, scale_log2, lengths, modifiers, config)
     # Two things the loops above do not care about, because caring costs: scores so large that the fused exponent is
     # off, and 0 * NaN, a value outside a row's band but inside its tile that poisoned the row. Both show at the end.
     suspect = products.poisoned(acc)
@@ -190,4 +193,4 @@ def attention_forward(q, k, v, out, lse, q_tiles, k_tiles, v_tiles, q_tails, k_t
         suspect = tl.maximum(suspect, tl.max(softmax.needs_exact(m, l, scale_log2)))
     if suspect > 0:
         _rewrite_guarded(q, k, v, out, lse, lse_rows, span, head, first_row, start, stop, scale_log2, threshold,
-                         modifiers, config)
+                         lengths, modifiers, config)

@@ -1,6 +1,6 @@
 """Rows for any GPU that Triton compiles for: small enough for 48 KB of shared memory and 256 registers a thread."""
 
-from .. import HALF, Backend, Tile, When
+from .. import HALF, LARGEST_HEAD_DIM, Backend, Tile, When
 
 BACKEND = Backend(
     archs=(),
@@ -20,8 +20,13 @@ BACKEND = Backend(
             reason="any GPU, half precision, large heads", provenance="untuned default",
         ),
         Tile(
-            block_m=32, block_n=16, num_warps=4, num_stages=1,
+            block_m=32, block_n=16, num_warps=4, num_stages=1, when=When(max_head_dim=256),
             reason="any GPU, fp32: full-precision products run on the vector unit", provenance="untuned default",
+        ),
+        Tile(
+            block_m=16, block_n=16, num_warps=4, num_stages=1, when=When(max_head_dim=LARGEST_HEAD_DIM),
+            reason="any GPU, the largest heads (MLA's latent form): 36 KB of shared memory at 576/512, half precision",
+            provenance="untuned default",
         ),
     ),
 )  # fmt: skip

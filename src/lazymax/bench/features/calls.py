@@ -76,8 +76,8 @@ def _stand(t: torch.Tensor) -> torch.Tensor:
 
 
 def visible_pairs(problem: Problem, extras: Extras, device: torch.device) -> int:
-    """(query, key) pairs that count, of all heads and batch elements: looked at one by one on the device, not derived. A
-    key under -inf in a float mask does not count."""
+    """(query, key) pairs that count, of all heads and batch elements: looked at one by one on the device, not derived.
+    A key under -inf in a float mask does not count."""
     total = torch.zeros((), dtype=torch.int64, device=device)
     for part in parts(problem, extras):
         p, scoring = part.problem, Scoring(part, torch.float32, device)

@@ -38,7 +38,7 @@ def features_of(options: argparse.Namespace, device: torch.device) -> tuple[Feat
         raise ValueError(f"--suite features: {fault}")
     found = tuple(feature for feature in _everything(device) if options.only in feature.name)
     if not found:
-        raise ValueError(f"bench: no case to time; expected one of the features with --only {options.only!r} in its name")
+        raise ValueError(f"bench: no case to time; no feature has --only {options.only!r} in its name")
     return found
 
 

@@ -23,7 +23,7 @@ class Maker:
             return torch.empty(*size, dtype=dtype, device=self.device)
         generator = torch.Generator(self.device).manual_seed(3)
         function = torch.randn if normal else torch.rand
-        return function(*size, generator=generator, dtype=dtype, device=self.device)  # type: ignore[no-any-return]
+        return function(*size, generator=generator, dtype=dtype, device=self.device)
 
     def integers(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)

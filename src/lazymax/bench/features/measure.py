@@ -146,12 +146,7 @@ class Suite:
         return float((mine - other).abs().nan_to_num(torch.inf, torch.inf, torch.inf).max())
 
     def _row(
-        self,
-        case: Prepared,
-        base: Prepared | None,
-        name: str,
-        times: Mapping[str, list[float]],
-        differs: float | None,
+        self, case: Prepared, base: Prepared | None, name: str, times: Mapping[str, list[float]], differs: float | None
     ) -> FeatureRow:
         feature, p, verdict = case.call.feature, case.call.problem, case.examined.verdicts[name]
         moved = least_bytes(p) + sum(t.numel() * t.element_size() for _, t in case.call.extras.tensors())

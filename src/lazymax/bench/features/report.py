@@ -10,7 +10,11 @@ from .measure import FeatureRow
 def case_line(rows: Sequence[FeatureRow]) -> str:
     """One case: lazymax and the cost beside its base, then the peers."""
     own = next(row for row in rows if row.candidate == LAZYMAX)
-    head = f"{own.case:<58}" if own.base else f"\n{own.case}  [{own.shape}] {own.dtype}\n{'':<58}"
+    if own.case.startswith(f"{own.base}, "):
+        head = f"  {own.case.removeprefix(own.base)[2:]:<34}"
+    else:
+        beside = f" beside {own.base}" if own.base else ""
+        head = f"\n{own.case}  [{own.shape}] {own.dtype}{beside}\n{'':<36}"
     return " | ".join([f"{head} {_figures(own)}", *(_peer(row) for row in rows if row is not own)])
 
 
@@ -52,7 +56,7 @@ def closing(rows: Sequence[FeatureRow]) -> str:
     same = [row for row in rows if row.differs is not None]
     if same:
         apart = [row for row in same if row.differs]
-        lines.append(f"{len(same) - len(apart)} of {len(same)} cases that mean the same as their base give its very bits")
+        lines.append(f"{len(same) - len(apart)} of {len(same)} cases that mean the same as their base give its bits")
         lines += [f"  {row.case} ({row.dtype}): differs by {row.differs:.2g} at most" for row in apart]
     wrong = [row for row in rows if row.status not in (OK, LEFT_OUT)]
     lines += [f"{row.status.upper()}: {row.case}, {row.candidate}: {row.reason}" for row in wrong]
