@@ -99,11 +99,14 @@ def parse_options(
     for name, args in (("score_mod_args", score_mod_args), ("mask_mod_args", mask_mod_args)):
         if not isinstance(args, tuple | list):
             raise TypeError(f"{name}: got {type(args).__name__}, expected a tuple of tensors")
-    for name, t in (
+    named = (
         ("alibi_slopes", alibi_slopes), ("sinks", sinks), ("seqlens_k", seqlens_k), ("cu_seqlens_q", cu_seqlens_q),
-        ("cu_seqlens_k", cu_seqlens_k), ("dropout_seed", dropout_seed), *(("score_mod_args", t) for t in score_mod_args),
-        *(("mask_mod_args", t) for t in mask_mod_args),
-    ):  # fmt: skip
+        ("cu_seqlens_k", cu_seqlens_k), ("dropout_seed", dropout_seed),
+    )  # fmt: skip
+    arguments = (
+        (name, t) for name, of in (("score_mod_args", score_mod_args), ("mask_mod_args", mask_mod_args)) for t in of
+    )
+    for name, t in (*named, *arguments):
         if t is not None and not isinstance(t, torch.Tensor):
             raise TypeError(f"{name}: got {t!r}, expected a torch.Tensor")
     extras = Extras(

@@ -38,13 +38,13 @@ def row_of(blocks, batch, head, slot):
     return row + tl.cast(slot, tl.int64) * blocks.row_stride
 
 
-@triton.jit(do_not_specialize=["q_len", "kv_len", "first_offset", "last_offset"])
-def classify(kinds, heads, q_len, kv_len, first_offset, last_offset, lengths, modifiers, config):
-    """kinds[batch, head, slot, block] = 0, PARTIAL or FULL, int8. Grid: (blocks, slots, batches * heads)."""
-    block = tl.program_id(0)
+@triton.jit(do_not_specialize=["n_blocks", "q_len", "kv_len", "first_offset", "last_offset"])
+def classify(kinds, n_blocks, q_len, kv_len, first_offset, last_offset, lengths, modifiers, config):
+    """kinds[batch, head, slot, block] = 0, PARTIAL or FULL, int8. Grid: (heads * n_blocks, slots, batches)."""
+    block = tl.program_id(0) % n_blocks
+    head = tl.program_id(0) // n_blocks
     slot = tl.program_id(1)
-    batch = tl.program_id(2) // heads
-    head = tl.program_id(2) % heads
+    batch = tl.program_id(2)
     span, tile = sequences.locate((slot, batch), q_len, kv_len, first_offset, last_offset, lengths, config.BLOCK_M,
                                   config.BOTTOM_RIGHT)
     first_row = tile * config.BLOCK_M

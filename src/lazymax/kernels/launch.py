@@ -68,6 +68,20 @@ def _per_head(t: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
     return t, t.stride(0) if t.dim() == 2 else 0
 
 
+def _sliced(extras: Extras, batch: slice) -> Extras:
+    """The extras of some batch elements."""
+
+    def part(t: torch.Tensor | None, rank: int) -> torch.Tensor | None:
+        return t[batch] if t is not None and t.dim() == rank and t.shape[0] > 1 else t
+
+    return extras._replace(
+        mask=part(extras.mask, 4),
+        alibi_slopes=part(extras.alibi_slopes, 2),
+        sinks=part(extras.sinks, 2),
+        seqlens_k=part(extras.seqlens_k, 1),
+    )
+
+
 @dataclass(slots=True)
 class ForwardLaunch:
     """The portable kernel, ready for every call with the same problem; made once, called often.
@@ -83,7 +97,7 @@ class ForwardLaunch:
     scalars: tuple[Any, ...]
     options: dict[str, Any]
     descriptors: bool
-    list_size: tuple[int, int, int, int] | None  # (batches, heads, slots, blocks) of the list of key blocks
+    list_size: tuple[bool, int, int, int] | None  # of the list of key blocks: per batch element?, heads, slots, blocks
     strides: tuple[tuple[int, ...], ...] | None = None  # of the views of q, k, v, out
     binary: Callable[..., None] | None = None
 
@@ -136,9 +150,7 @@ class ForwardLaunch:
         if plan.listed:
             by_batch = p.mask_varies[0] or p.seqlens_k or (mask_mod is not None and mask_mod.uses("b"))
             by_head = p.mask_varies[1] or (mask_mod is not None and mask_mod.uses("h"))
-            list_size = (
-                batches if by_batch else 1, p.q_heads if by_head else 1, tiles, triton.cdiv(kv_len, tile.block_n)
-            )  # fmt: skip
+            list_size = by_batch, p.q_heads if by_head else 1, tiles, triton.cdiv(kv_len, tile.block_n)
         return cls(
             problem=p,
             grid=(p.q_heads, tiles, min(batches, MAX_GRID)),
@@ -173,7 +185,7 @@ class ForwardLaunch:
         lengths, modifiers, listed = NO_LENGTHS, NO_MODIFIERS, None
         if extras is not NO_EXTRAS or self.config.MODIFIED.value or self.list_size:
             lengths, modifiers = self._lengths(extras), self._modifiers(extras)
-            listed = self._list(lengths, modifiers, q.device) if self.list_size else None
+            listed = self._list(lengths, modifiers, q.shape[0], q.device) if self.list_size else None
         return (*views, lse, *described, *self.scalars, lengths, modifiers, listed, self.config)
 
     @staticmethod
@@ -207,11 +219,12 @@ class ForwardLaunch:
             (1.0 / keep if keep else 0.0) if p.dropout_p else None,
         )
 
-    def _list(self, lengths: Lengths, modifiers: Modifiers, device: torch.device) -> blocks.List:
-        """Run the two kernels that list the key blocks of every query tile."""
+    def _list(self, lengths: Lengths, modifiers: Modifiers, batch: int, device: torch.device) -> blocks.List:
+        """Run the two kernels that list the key blocks of every query tile. batch: of the tensors."""
         assert self.list_size is not None
-        batches, heads, slots, n_blocks = self.list_size
-        kinds = torch.empty(self.list_size, dtype=torch.int8, device=device)
+        by_batch, heads, slots, n_blocks = self.list_size
+        batches = batch if by_batch else 1
+        kinds = torch.empty(batches, heads, slots, n_blocks, dtype=torch.int8, device=device)
         rows = torch.empty(batches, heads, slots, n_blocks + 2, dtype=torch.int32, device=device)
         of_kinds, of_rows = (
             blocks.List(t, *(s if n > 1 else 0 for n, s in zip(t.shape[:2], t.stride()[:2], strict=True)), t.stride(2))
@@ -219,8 +232,8 @@ class ForwardLaunch:
         )
         if device.type != "meta":
             _, _, q_len, kv_len, first, last, _ = self.scalars
-            grid = (n_blocks, slots, batches * heads)
-            blocks.classify[grid](of_kinds, heads, q_len, kv_len, first, last, lengths, modifiers, self.config)
+            grid = (heads * n_blocks, slots, batches)
+            blocks.classify[grid](of_kinds, n_blocks, q_len, kv_len, first, last, lengths, modifiers, self.config)
             blocks.compact[slots, heads, batches](of_kinds, of_rows, n_blocks)
         return of_rows
 
@@ -246,10 +259,11 @@ class ForwardLaunch:
     ) -> None:
         """A batch that is larger than the third dimension of a grid may be."""
         for start in range(0, self.problem.batch, MAX_GRID):
-            part = [t[start : start + MAX_GRID] for t in (q, k, v, out)]
-            part_lse = lse[start : start + MAX_GRID] if lse.numel() else lse
+            here = slice(start, start + MAX_GRID)
+            part = [t[here] for t in (q, k, v, out)]
+            part_lse = lse[here] if lse.numel() else lse
             grid = (*self.grid[:2], part[0].shape[0])
-            attention_forward[grid](*self.arguments(*part, part_lse, extras), **self.options)
+            attention_forward[grid](*self.arguments(*part, part_lse, _sliced(extras, here)), **self.options)
 
 
 NO_LENGTHS = Lengths()
