@@ -392,7 +392,7 @@ def calls(draw: Any, packed: bool, small: bool, variant: str | None) -> Call:
     if build["scale"]:
         build["scale"] *= draw(st.floats(2**-6, 2.0, width=32))
     if build["softcap"]:
-        build["softcap"] = draw(st.sampled_from([1.0, 0.1, 5.0, 50.0]))
+        build["softcap"] = draw(st.sampled_from([1.0, 0.1, 5.0, 50.0, 1e4]))
     if build["dropout_p"]:
         build["dropout_p"] = draw(st.sampled_from([0.5, 0.1, 0.9, 1.0, 2.0**-20]))
     if build.get("mask"):

@@ -25,6 +25,7 @@ class When:
     """The condition of a row; None is no condition."""
 
     max_head_dim: int | None = None  # of the larger of D and D_v, in elements; None: USUAL_HEAD_DIM
+    max_v_head_dim: int | None = None
     dtypes: tuple[str, ...] | None = None
     causal: bool | None = None  # the band has a right bound
     window: bool | None = None  # the band has a left bound
@@ -37,6 +38,8 @@ class When:
         limit = self.max_head_dim or USUAL_HEAD_DIM
         if head_dim > limit:
             return f"for head dims to {limit}, got {head_dim}"
+        if self.max_v_head_dim is not None and problem.v_head_dim > self.max_v_head_dim:
+            return f"for head dims of v to {self.max_v_head_dim}, got {problem.v_head_dim}"
         if self.dtypes is not None and problem.dtype not in self.dtypes:
             return f"for {' and '.join(self.dtypes)}, got {problem.dtype}"
         if self.causal is not None and self.causal != (problem.last_offset is not None):

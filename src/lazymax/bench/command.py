@@ -133,7 +133,7 @@ def _run(
     clock = clock_for(device)
     facts = about(clock, dtypes, options.arguments, options.rounds, options.window_ms, options.commit)
     if not quiet:
-        say(header(facts) + ("\nnote: times of a CPU only show that the tool works" if device.type == "cpu" else ""))
+        say(header(facts))
     rows: list[Row] = []
     work = [(case, dtype) for dtype in dtypes for case in cases]
     for case, dtype in progress(work, "bench", len(work)):

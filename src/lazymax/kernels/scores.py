@@ -27,6 +27,7 @@ class Modifiers(NamedTuple):
     """Arguments of the features that change scores, None or empty where the problem lacks one."""
 
     scale: Any = None  # natural units, signed; None: scores stay raw products, see softmax.exponent
+    softcap_inverse: Any = None
     softcap: Any = None
     slopes: Any = None  # of ALiBi
     slopes_batch_stride: Any = 0
@@ -87,8 +88,8 @@ def mask_tile(mask, span, place, config):
 def modify(s, modifiers, span, place, config):
     """Raw products -> final scores in natural units."""
     s = s * modifiers.scale
-    if modifiers.softcap is not None:
-        s = tanh(s / modifiers.softcap) * modifiers.softcap
+    if modifiers.softcap_inverse is not None:
+        s = tanh(s * modifiers.softcap_inverse) * modifiers.softcap
     if modifiers.slopes is not None:
         slope = tl.load(modifiers.slopes + span.batch * modifiers.slopes_batch_stride + place.head).to(tl.float32)
         distance = tl.abs((place.rows + span.shift)[:, None] - place.cols[None, :])

@@ -1,6 +1,6 @@
 """Hopper (H100, H200): the portable kernel's rows, chosen on an H200. The ledger is docs/notes/sm_90.md."""
 
-from .. import HALF, Backend, Tile, When
+from .. import HALF, LARGEST_HEAD_DIM, Backend, Tile, When
 
 MEASURED = "H200, 2026-11-29, torch 2.11.0, Triton 3.6.0"
 
@@ -10,16 +10,22 @@ BACKEND = Backend(
     forward=(
         Tile(
             block_m=128, block_n=128, num_warps=8, num_stages=2, max_registers=128, descriptors=True,
-            when=When(max_head_dim=64, dtypes=HALF, window=False, min_programs=2.0),
+            when=When(max_head_dim=64, dtypes=HALF, window=False, plain=True, min_programs=2.0),
             reason="two programs share an SM, see below; not called tuned, for "
             "Triton 3.9.0 spills 8 bytes of the causal build (3.6.0 none)",
             provenance=f"{MEASURED}: best of 10 at D=64",
         ),
         Tile(
             block_m=128, block_n=64, num_warps=8, num_stages=3, descriptors=True,
-            when=When(max_head_dim=64, dtypes=HALF, min_programs=2.0), tuned=True,
+            when=When(max_head_dim=64, dtypes=HALF, plain=True, min_programs=2.0), tuned=True,
             reason="with a window the row above spills",
             provenance=f"{MEASURED}: 3% behind the best of 10 at D=64, without a window",
+        ),
+        Tile(
+            block_m=64, block_n=64, num_warps=4, num_stages=3, descriptors=True,
+            when=When(max_head_dim=80, dtypes=HALF, min_programs=2.0),
+            reason="D=64 with masks and the like, and D=80: three programs of 128 threads share an SM",
+            provenance=f"{MEASURED}: best of 4 with a mask and with dropout, of 2 at D=80; 1% behind if packed",
         ),
         Tile(
             block_m=128, block_n=64, num_warps=8, num_stages=2, max_registers=128, descriptors=True,
@@ -47,10 +53,31 @@ BACKEND = Backend(
             provenance=f"{MEASURED}: within 0.1 us of the best of 10 at B=1 H=2 S=64",
         ),
         Tile(
+            block_m=64, block_n=64, num_warps=4, num_stages=2, descriptors=True,
+            when=When(max_head_dim=160, dtypes=HALF, min_programs=0.5),
+            reason="D=160 in tiles of 128 and 32 columns", provenance=f"{MEASURED}: best of 4 at D=160",
+        ),
+        Tile(
+            block_m=128, block_n=128, num_warps=8, num_stages=2, descriptors=True,
+            when=When(max_head_dim=192, max_v_head_dim=128, dtypes=HALF, min_programs=0.5),
+            reason="D=192 over values of 128 columns (MLA)", provenance=f"{MEASURED}: best of 4 at 192/128",
+        ),
+        Tile(
             block_m=128, block_n=64, num_warps=8, num_stages=2, descriptors=True,
             when=When(dtypes=HALF, plain=True, min_programs=0.5), tuned=True,
             reason="the accumulator of 128 x 256 takes half the registers: one program an SM, the largest that fits",
             provenance=f"{MEASURED}: best of 7 at D=256",
+        ),
+        Tile(
+            block_m=128, block_n=64, num_warps=8, num_stages=2, descriptors=True,
+            when=When(dtypes=HALF, min_programs=0.5),
+            reason="the same with masks and the like, not called tuned", provenance="run on H200, not searched",
+        ),
+        Tile(
+            block_m=64, block_n=32, num_warps=8, num_stages=2, descriptors=True,
+            when=When(max_head_dim=LARGEST_HEAD_DIM, dtypes=HALF, min_programs=0.25),
+            reason="the latent form of MLA: two stages of K and V in 209 KB; 64x16, which spills nothing where this "
+            "spills 8 bytes, takes 1.7 times as long", provenance=f"{MEASURED}: better of 2 at 576/512",
         ),
         Tile(
             block_m=64, block_n=32, num_warps=4, num_stages=2, when=When(dtypes=HALF),

@@ -142,7 +142,7 @@ def _documents(dim: int, sizes: Sizes) -> Iterator[Feature]:
     varlen = _of(base)(f"{count} documents, varlen", lengths=lengths)
     yield varlen
     # The other way to see it: what the mask costs where packing would have served.
-    yield replace(first, name=f"{varlen.name}, as mask_mod", base=varlen.name, same=True, flex=())
+    yield replace(first, name=f"{first.name} beside varlen", base=varlen.name, same=True, flex=())
 
 
 def _head_dims(sizes: Sizes) -> Iterator[Feature]:

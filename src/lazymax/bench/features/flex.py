@@ -1,4 +1,4 @@
-"""flex_attention on the same cases, its block mask made beforehand or in every call."""
+"""flex_attention on the same cases, its block mask made beforehand or, by compiled code, in every call."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,26 +12,27 @@ FLEX, FLEX_AND_MASK = "flex", "flex+mask"
 
 
 class Flex:
-    """flex_attention for one call. `compiler` compiles it and its `create_block_mask`."""
+    """flex_attention for one call. `compiler` compiles it, and `create_block_mask` where it is timed."""
 
     def __init__(self, call: Call, compiler: Callable[[Any], Any]) -> None:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
         self.call = call
-        self.attention, self.create = compiler(flex_attention), compiler(create_block_mask)
+        self.attention, self.create = compiler(flex_attention), create_block_mask
+        self.create_quickly = compiler(create_block_mask)
         self.score_mod, self.mask_mod = _modifications(call)
 
-    def mask(self) -> Any:
-        """The block mask; None if all keys count."""
+    def mask(self, create: Any) -> Any:
+        """The block mask by one of the two ways to create it; None if all keys count."""
         if self.mask_mod is None:
             return None
         p, q = self.call.problem, self.call.qkv[0]
         by_batch = p.batch if "bench.prefix_lm" in self.call.feature.flex else None
-        return self.create(self.mask_mod, by_batch, None, p.q_len, p.kv_len, device=str(q.device))
+        return create(self.mask_mod, by_batch, None, p.q_len, p.kv_len, device=str(q.device))
 
     def before(self) -> Ready:
         """The block mask is made here, outside of what is timed."""
-        mask, qkv, options = self.mask(), self.call.qkv, self._options()
+        mask, qkv, options = self.mask(self.create), self.call.qkv, self._options()
         return Ready(lambda: self.attention(*qkv, block_mask=mask, **options))
 
     def inside(self) -> Ready:
@@ -39,7 +40,7 @@ class Flex:
         if self.mask_mod is None:
             raise LeftOut("has no block mask here")
         qkv, options = self.call.qkv, self._options()
-        return Ready(lambda: self.attention(*qkv, block_mask=self.mask(), **options))
+        return Ready(lambda: self.attention(*qkv, block_mask=self.mask(self.create_quickly), **options))
 
     def _options(self) -> dict[str, Any]:
         p = self.call.problem
@@ -48,42 +49,42 @@ class Flex:
 
 def _modifications(call: Call) -> tuple[Any, Any]:
     """(score_mod, mask_mod) as flex_attention takes them: the torch forms of ours over their tensors."""
-    from . import mods
+    from . import mods  # imports Triton, which the commands do without
 
     feature, q = call.feature, call.qkv[0]
     tensors = feature.flex_tensors(maker(feature, q.dtype, q.device))
     score_mod = mask_mod = None
     for name in feature.flex:
         if name in mods.SCORE_MODS:
-            score_mod = _over(mods.SCORE_MODS[name][1], tensors.get("score_mod_args", ()))
+            score_mod = _score_mod(mods.SCORE_MODS[name][1], *tensors.get("score_mod_args", ()))
         else:
-            mask_mod = _over(mods.MASK_MODS[name][1], tensors.get("mask_mod_args", ()))
+            mask_mod = _mask_mod(mods.MASK_MODS[name][1], *tensors.get("mask_mod_args", ()))
     return score_mod, mask_mod
 
 
-def _over(function: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
-    """The function over its tensor, if it takes one; how many leading arguments it has is what tells the two kinds of
-    modification apart."""
-    if not tensors:
-        return function
-    (t,) = tensors
-    if next(iter(function.__code__.co_varnames)) == "score":
+# Each over one tensor at most, a plain closure: what flex_attention's users write, and what its compiler knows.
 
-        def of_score(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
-            return function(score, b, h, q_idx, k_idx, t)
 
-        return of_score
+def _score_mod(function: Any, t: torch.Tensor | None = None) -> Any:
+    def over(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+        return function(score, b, h, q_idx, k_idx, t)
 
-    def of_mask(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+    return function if t is None else over
+
+
+def _mask_mod(function: Any, t: torch.Tensor | None = None) -> Any:
+    def over(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
         return function(b, h, q_idx, k_idx, t)
 
-    return of_mask
+    return function if t is None else over
 
 
 def peers(call: Call) -> dict[str, Callable[[], Ready]]:
     """What is compared on this case, prepared when called."""
     if not call.feature.flex:
         return {}
+    from . import mods
+
     made: list[Flex] = []
 
     def prepared() -> Flex:
@@ -95,6 +96,6 @@ def peers(call: Call) -> dict[str, Callable[[], Ready]]:
         return made[0]
 
     found: dict[str, Callable[[], Ready]] = {FLEX: lambda: prepared().before()}
-    if any(name != "bench.softcap_50" and name != "bench.alibi" for name in call.feature.flex):
+    if any(name in mods.MASK_MODS for name in call.feature.flex):
         found[FLEX_AND_MASK] = lambda: prepared().inside()
     return found

@@ -100,9 +100,10 @@ class Suite:
         oracle = Oracle(p, *call.qkv, call.extras)
         examined = examine(makes, oracle, self.clock, strict=(LAZYMAX, FLEX, FLEX_AND_MASK))
         if p.return_lse and LAZYMAX in examined.ready:
-            verdict = examined.verdicts[LAZYMAX] = oracle.judge(*_with_lse(call))
+            out, lse = call.result()
+            verdict = examined.verdicts[LAZYMAX] = oracle.judge(out, True, lse)
             if verdict.status != OK:
-                del examined.ready[LAZYMAX]
+                del examined.ready[LAZYMAX], examined.memory[LAZYMAX]
         return Prepared(call, 2.0 * pairs * (p.head_dim + p.v_head_dim), _described(plans), examined)
 
     def _first(self, call: Call, plans: list[Plan]) -> Ready:
@@ -177,11 +178,6 @@ class Suite:
             **figures(name, times, case.flops, self.ceiling),
             **beside,
         )
-
-
-def _with_lse(call: Call) -> tuple[torch.Tensor, bool, torch.Tensor | None]:
-    out, lse = call.result()
-    return out, True, lse
 
 
 def _on_kernel(plans: list[Plan]) -> bool:

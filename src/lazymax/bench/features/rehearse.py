@@ -17,7 +17,7 @@ import torch
 
 READY = "ready"
 LOST = 3  # exit code: a case that was reported left the device unusable
-START_SECONDS, CASE_SECONDS = 120, 20  # before a process is stopped
+START_SECONDS, CASE_SECONDS = 60, 12  # before a process is stopped
 
 
 @dataclass(frozen=True, slots=True)
