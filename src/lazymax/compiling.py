@@ -9,7 +9,7 @@ import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ from .dispatch import Plan, plan, select_tile
 from .extras import NO_EXTRAS, Extras
 from .kernels.forward import attention_forward
 from .kernels.launch import ForwardLaunch
+from .mods import register_mask_mod, register_score_mod
+from .options import parse_options
 from .problem import Problem
 
 # Mnemonic of the matrix instruction per unit, as it stands in PTX or AMD assembly.
@@ -160,17 +162,19 @@ def _root_cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[-1].strip() if lines else ''}"
 
 
-def report(problem: Problem, chosen: Plan, arch: Arch) -> Report:
-    """Compile one plan and measure it; a failure to compile is a report with `error`."""
+def report(
+    problem: Problem, chosen: Plan, arch: Arch, extras: Extras = NO_EXTRAS, feature: str | None = None
+) -> Report:
+    """Compile one plan and measure it; a failure to compile is a report with `error`. feature: what to call it."""
     assert chosen.tile is not None
     band = "window" if problem.first_offset is not None else "causal" if problem.last_offset is not None else "full"
-    what = f"{problem.dtype} D={problem.head_dim} {band}"
+    what = f"{problem.dtype} D={problem.head_dim} {feature or band}"
     head = (arch.id, chosen.backend, chosen.tile.name, what, chosen.tile.tuned, triton.__version__)
     pattern = MATRIX_INSTRUCTIONS.get(arch.matrix_unit, r"\bfma")
     instruction = pattern.replace("\\", "")
     start = time.perf_counter()
     try:
-        kernel = compile_plan(problem, chosen, arch)
+        kernel = compile_plan(problem, chosen, arch, extras)
     except Exception as failure:
         message = _root_cause(failure)
         return Report(*head, instruction, 0, 0, 0, 0, 0, time.perf_counter() - start, message)
@@ -220,3 +224,73 @@ def compile_arch(arch: Arch, dtypes: tuple[str, ...] = ("bf16", "fp32")) -> Iter
     assert backend is not None
     for problem in rows(arch, backend, dtypes).values():
         yield report(problem, plan(problem, arch, name), arch)
+
+
+def features(batch: int, heads: int, length: int) -> dict[str, dict[str, Any]]:
+    """One call of `attention` or `attention_varlen` for each build that a feature makes, on meta tensors."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    offsets = empty(batch + 1, dtype=torch.int32)
+    return {
+        "bool mask": {"attn_mask": empty(batch, heads, length, length, dtype=torch.bool)},
+        "key padding": {"attn_mask": empty(batch, 1, 1, length, dtype=torch.bool)},
+        "float mask, causal": {"attn_mask": empty(1, 1, length, length, dtype=torch.bfloat16), "causal": "top_left"},
+        "softcap": {"softcap": 50.0},
+        "ALiBi": {"alibi_slopes": empty(heads)},
+        "sinks, window": {"sinks": empty(heads), "window": (512, 0)},
+        "seqlens_k": {"seqlens_k": empty(batch, dtype=torch.int32)},
+        "dropout": {"dropout_p": 0.1, "dropout_seed": empty(1, dtype=torch.int64)},
+        "packed, causal": {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "causal": "bottom_right"},
+        "score_mod": {"score_mod": SAMPLE, "score_mod_args": (empty(heads),)},
+        "mask_mod": {"mask_mod": SAMPLE, "mask_mod_args": (empty(length, dtype=torch.int32),)},
+        "all at once": {
+            "attn_mask": empty(batch, 1, length, length, dtype=torch.bfloat16),
+            "causal": "bottom_right",
+            "softcap": 50.0,
+            "alibi_slopes": empty(batch, heads),
+            "sinks": empty(heads),
+            "seqlens_k": empty(batch, dtype=torch.int32),
+            "dropout_p": 0.1,
+            "dropout_seed": empty(1, dtype=torch.int64),
+            "score_mod": SAMPLE,
+            "score_mod_args": (empty(heads),),
+            "mask_mod": SAMPLE,
+            "mask_mod_args": (empty(length, dtype=torch.int32),),
+        },
+    }
+
+
+SAMPLE = "lazymax.compiling"  # name of the modifications below
+
+
+@triton.jit
+def _bias(score, b, h, q_idx, k_idx, slopes):  # type: ignore[no-untyped-def]
+    return score + triton.language.load(slopes + h) * (k_idx - q_idx)
+
+
+@triton.jit
+def _same_document(b, h, q_idx, k_idx, documents):  # type: ignore[no-untyped-def]
+    return triton.language.load(documents + q_idx) == triton.language.load(documents + k_idx)
+
+
+FEATURE_HEAD_DIMS = ((64, 64), (128, 128), (96, 96), (192, 128))
+
+
+def compile_features(
+    arch: Arch, names: Collection[str] | None = None, head_dims: Iterable[tuple[int, int]] = FEATURE_HEAD_DIMS
+) -> Iterator[Report]:
+    """The builds that features make (see `features`; names: of some), of the rows that `arch` would use."""
+    register_score_mod(SAMPLE, _bias)
+    register_mask_mod(SAMPLE, _same_document)
+    batch, heads, length = 4, 32, 4096
+    for head_dim, v_head_dim in head_dims:
+        for name, options in features(batch, heads, length).items():
+            if names is not None and name not in names:
+                continue
+            of = (1, heads, length * batch) if "cu_seqlens_q" in options else (batch, heads, length)
+            q, v = (torch.empty(*of, dim, dtype=torch.bfloat16, device="meta") for dim in (head_dim, v_head_dim))
+            extras, rules = parse_options(q, **options)
+            problem = Problem.from_tensors(q, q, v, extras, rules, return_lse=True)
+            yield report(problem, plan(problem, arch), arch, extras, name)

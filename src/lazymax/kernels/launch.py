@@ -102,6 +102,7 @@ class ForwardLaunch:
     list_size: tuple[bool, int, int, int] | None  # of the list of key blocks: per batch element?, heads, slots, blocks
     strides: tuple[tuple[int, ...], ...] | None = None  # of the views of q, k, v, out
     binary: Callable[..., None] | None = None
+    list_binaries: tuple[Callable[..., None], Callable[..., None]] | None = None
 
     @classmethod
     def prepare(cls, problem: Problem, plan: Plan) -> "ForwardLaunch":
@@ -236,8 +237,16 @@ class ForwardLaunch:
         if device.type != "meta":
             _, _, q_len, kv_len, first, last, _ = self.scalars
             grid = (heads * n_blocks, slots, batches)
-            blocks.classify[grid](of_kinds, n_blocks, q_len, kv_len, first, last, lengths, modifiers, self.config)
-            blocks.compact[slots, heads, batches](of_kinds, of_rows, n_blocks)
+            to_classify = (of_kinds, n_blocks, q_len, kv_len, first, last, lengths, modifiers, self.config)
+            to_compact = (of_kinds, of_rows, n_blocks)
+            if self.list_binaries is not None:
+                self.list_binaries[0](*to_classify)
+                self.list_binaries[1](*to_compact)
+                return of_rows
+            rows_grid = (slots, heads, batches)
+            kernels = blocks.classify[grid](*to_classify), blocks.compact[rows_grid](*to_compact)
+            if kernels[0] is not None and batches <= MAX_GRID >= self.problem.batch:  # else the grids differ by slice
+                self.list_binaries = kernels[0][grid], kernels[1][rows_grid]
         return of_rows
 
     def __call__(

@@ -17,9 +17,15 @@ BACKEND = Backend(
     level="compiled only, not run",
     forward=(
         Tile(
-            block_m=64, block_n=64, num_warps=4, num_stages=1, when=When(max_head_dim=64, dtypes=HALF), tuned=True,
+            block_m=64, block_n=64, num_warps=4, num_stages=1, tuned=True,
+            when=When(max_head_dim=64, dtypes=HALF, plain=True, window=False),
             reason="bf16 price 14440 on Triton 3.6 and 14534 on 3.9; 64x32 costs 1 to 2% more",
             provenance=f"{SEARCHED}, 248 and 256 registers",
+        ),
+        Tile(
+            block_m=64, block_n=32, num_warps=4, num_stages=1, when=When(max_head_dim=64, dtypes=HALF), tuned=True,
+            reason="windows, masks and the like, where 64x64 spills 11 to 58 registers",
+            provenance=f"{SEARCHED}, 248 registers",
         ),
         Tile(
             block_m=128, block_n=16, num_warps=8, num_stages=1, when=When(max_head_dim=128, dtypes=HALF), tuned=True,
