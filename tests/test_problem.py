@@ -1,22 +1,26 @@
 """Problem: what dispatch may look at, and every error of a call."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from lazymax import mods, reference
 from lazymax import problem as problems
-from lazymax import reference
-from lazymax.problem import Problem, align_of, parse_causal, parse_dtype, parse_window
+from lazymax.extras import Extras, Rules
+from lazymax.problem import Problem, parse_dtype
 
 TENSORS = dict(
     q=torch.zeros(2, 4, 5, 8), k=torch.zeros(2, 2, 7, 8), v=torch.zeros(2, 2, 7, 6)
 )  # grouped queries, different lengths, D_v != D
 
 
-def build(**rules: Any) -> Problem:
-    return Problem.from_tensors(**{**TENSORS, **rules})
+def build(**change: Any) -> Problem:
+    """q, k, v, fields of `Rules` and the options of `from_tensors`, each by its name."""
+    rules = Rules(**{name: change.pop(name) for name in Rules._fields if name in change})
+    return Problem.from_tensors(**{**TENSORS, **change}, rules=rules)
 
 
 @dataclass(frozen=True)
@@ -116,29 +120,6 @@ class Parse:
     words: str = ""
 
 
-CAUSALS = (
-    Parse("None", None, None),
-    Parse("False", False, None),
-    Parse("top_left", "top_left", "top_left"),
-    Parse("bottom_right", "bottom_right", "bottom_right"),
-    Parse("True is ambiguous", True, ValueError, "causal: got True, expected 'top_left'"),
-    Parse("misspelt", "top-left", ValueError, "causal: got 'top-left', expected None, 'top_left' or 'bottom_right'"),
-    Parse("number", 1.5, ValueError, "causal: got 1.5"),
-)
-WINDOWS = (
-    Parse("None", None, (None, None)),
-    Parse("both", (3, 4), (3, 4)),
-    Parse("zero", (0, 0), (0, 0)),
-    Parse("-1 is open", (-1, -1), (None, None)),
-    Parse("None is open", (None, 2), (None, 2)),
-    Parse("a list", [1, -1], (1, None)),
-    Parse("-2", (-2, 0), ValueError, "window: got (-2, 0); only None or -1 means open"),
-    Parse("-5 right", (0, -5), ValueError, "window: got (0, -5)"),
-    Parse("one size", 5, ValueError, "window: got 5, expected a pair (left, right)"),
-    Parse("three", (1, 2, 3), ValueError, "window: got (1, 2, 3), expected a pair"),
-    Parse("floats", (1.0, 2), TypeError, "window: got (1.0, 2), expected integers or None"),
-    Parse("bools", (True, 2), TypeError, "window: got (True, 2), expected integers or None"),
-)
 DTYPES = (
     Parse("torch", torch.float16, torch.float16),
     Parse("short", "bf16", torch.bfloat16),
@@ -160,29 +141,13 @@ def check_parse(parse: Any, case: Parse) -> None:
     assert case.words in str(caught.value)
 
 
-@pytest.mark.parametrize("case", CAUSALS, ids=lambda case: case.id)
-def test_causal(case: Parse) -> None:
-    check_parse(parse_causal, case)
-
-
-@pytest.mark.parametrize("case", WINDOWS, ids=lambda case: case.id)
-def test_window(case: Parse) -> None:
-    check_parse(parse_window, case)
-
-
 @pytest.mark.parametrize("case", DTYPES, ids=lambda case: case.id)
 def test_dtype(case: Parse) -> None:
     check_parse(parse_dtype, case)
 
 
-def test_alignment_is_the_one_of_causal_else_of_window_else_top_left() -> None:
-    assert align_of(None, None) == "top_left"
-    assert align_of("bottom_right", None) == align_of(None, "bottom_right") == "bottom_right"
-    assert align_of("bottom_right", "bottom_right") == "bottom_right"
-    with pytest.raises(ValueError, match=r"window_align: got 'top_left' beside causal='bottom_right'"):
-        align_of("bottom_right", "top_left")
-    with pytest.raises(ValueError, match=r"window_align: got 'middle', expected None, 'top_left' or 'bottom_right'"):
-        align_of(None, "middle")
+def window(left: int | None, right: int | None, **rules: Any) -> dict[str, Any]:
+    return dict(window_left=left, window_right=right, **rules)
 
 
 @dataclass(frozen=True)
@@ -199,18 +164,26 @@ BANDS = (
     Band("causal, top left", dict(causal=True), (5, 7), None, 0),
     Band("causal, bottom right", dict(causal=True, align="bottom_right"), (5, 7), None, 2),
     Band("causal, bottom right, fewer keys", dict(causal=True, align="bottom_right"), (7, 5), None, -2),
-    Band("window", dict(window=(2, 1)), (5, 7), -2, 1),
-    Band("window, bottom right", dict(window=(2, 1), align="bottom_right"), (5, 7), 0, 3),
-    Band("left only", dict(window=(0, None)), (5, 7), 0, None),
-    Band("causal wins over the right side", dict(causal=True, window=(1, 3)), (5, 7), -1, 0),
-    Band("wider than the lengths", dict(window=(10**12, 10**12)), (5, 7), -5, 7),
-    Band("huge, bottom right", dict(window=(10**12, 10**12), align="bottom_right"), (7, 5), -7, 5),
+    Band("window", window(2, 1), (5, 7), -2, 1),
+    Band("window, bottom right", window(2, 1, align="bottom_right"), (5, 7), 0, 3),
+    Band("left only", window(0, None), (5, 7), 0, None),
+    Band("causal wins over the right side", window(1, 3, causal=True), (5, 7), -1, 0),
+    Band("decode, bottom right: hides nothing", dict(causal=True, align="bottom_right"), (1, 7), None, None),
+    Band("decode, top left", dict(causal=True), (1, 7), None, 0),
+    Band("one key", dict(causal=True), (5, 1), None, None),
+    Band("hides one key on the left", window(3, None), (5, 7), -3, None),
+    Band("hides none on the left", window(4, None), (5, 7), None, None),
+    Band("hides one key on the right", window(None, 5), (5, 7), None, 5),
+    Band("hides none on the right", window(None, 6), (5, 7), None, None),
+    Band("wider than the lengths", window(10**12, 10**12), (5, 7), None, None),
+    Band("huge, bottom right", window(10**12, 10**12, align="bottom_right"), (7, 5), None, None),
+    Band("keys all to the left", window(10**12, 0, align="bottom_right"), (7, 5), None, -2),
 )
 
 
 def problem_of(q_len: int, kv_len: int, **rules: Any) -> Problem:
     q, k = torch.zeros(1, 1, q_len, 8, device="meta"), torch.zeros(1, 1, kv_len, 8, device="meta")
-    return Problem.from_tensors(q, k, k, **rules)
+    return Problem.from_tensors(q, k, k, rules=Rules(**rules))
 
 
 @pytest.mark.parametrize("case", BANDS, ids=lambda case: case.id)
@@ -237,12 +210,49 @@ def test_visible_pairs_and_offsets_by_brute_force() -> None:
                                 and (right is None or j <= i + shift + right)
                                 and not (causal and j > i + shift)
                             ]
-                            problem = problem_of(q_len, kv_len, causal=causal, window=(left, right), align=align)
+                            problem = problem_of(q_len, kv_len, **window(left, right, causal=causal, align=align))
                             seen = reference.keep(
                                 torch.arange(q_len), kv_len, problem.first_offset, problem.last_offset
                             )
                             assert [tuple(pair) for pair in seen.nonzero().tolist()] == want, problem
                             assert problem.visible_pairs == len(want), problem
+                            first, last = problem.first_offset, problem.last_offset
+                            pairs = [(i, j) for i in range(q_len) for j in range(kv_len)]
+                            # A bound that hides nothing costs a masked stretch for nothing: it is none.
+                            assert first is None or not pairs or any(j < i + first for i, j in pairs), problem
+                            assert last is None or not pairs or any(j > i + last for i, j in pairs), problem
+                            assert all(o is None or -q_len <= o <= kv_len for o in (first, last)), problem  # 32 bits
+
+
+@dataclass(frozen=True)
+class Ragged:
+    id: str
+    rules: dict[str, Any]
+    first: int | None
+    last: int | None
+
+
+RAGGED = (
+    Ragged("full", {}, None, None),
+    Ragged("causal, top left", dict(causal=True), None, 0),
+    Ragged("causal, bottom right: the kernel knows each difference", dict(causal=True, align="bottom_right"), None, 0),
+    Ragged("window", window(2, 1), -2, 1),
+    Ragged("window, bottom right", window(2, 1, align="bottom_right"), -2, 1),
+    Ragged("wide: a difference of lengths may bring it back", window(10, 10, align="bottom_right"), -10, 10),
+    Ragged("huge, clamped to both lengths", window(10**12, 10**12), -12, 12),
+)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["seqlens_k", "packed"])
+@pytest.mark.parametrize("case", RAGGED, ids=lambda case: case.id)
+def test_offsets_of_ragged_problems_are_without_a_shift(case: Ragged, packed: bool) -> None:
+    """Lengths 5 and 7 at most: no offset may take the difference of the longest into account."""
+    q, k = torch.zeros(1, 1, 5, 8, device="meta"), torch.zeros(1, 1, 7, 8, device="meta")
+    ends = torch.zeros(4, dtype=torch.int32, device="meta")
+    extras = Extras(cu_seqlens_q=ends, cu_seqlens_k=ends) if packed else Extras(seqlens_k=ends[:1])
+    problem = Problem.from_tensors(q, k, k, extras, Rules(**case.rules))
+    assert (problem.first_offset, problem.last_offset) == (case.first, case.last)
+    assert problem.ragged and problem.packed == ((5, 7) if packed else None)
 
 
 def test_flops_count_visible_pairs_of_both_products() -> None:
@@ -253,6 +263,9 @@ def test_flops_count_visible_pairs_of_both_products() -> None:
 def test_from_shape_is_from_tensors_of_contiguous_tensors() -> None:
     q, k, v = torch.zeros(2, 4, 5, 8), torch.zeros(2, 2, 7, 8), torch.zeros(2, 2, 7, 6)
     rules: dict[str, Any] = dict(causal="bottom_right", window=(3, None), scale=0.5, return_lse=True)
+    assert Problem.from_shape((2, 4, 2, 5, 7, 8, 6), torch.float32, **rules) == Problem.from_call(q, k, v, **rules)
+    rules |= dict(attn_mask=torch.zeros(4, 5, 1), sinks=torch.zeros(4), softcap=2.0, seqlens_k=torch.tensor([3, 4]),
+                  dropout_p=0.5, alibi_slopes=torch.zeros(2, 4))  # fmt: skip
     assert Problem.from_shape((2, 4, 2, 5, 7, 8, 6), torch.float32, **rules) == Problem.from_call(q, k, v, **rules)
     same_dim = Problem.from_shape((2, 4, 2, 5, 7, 8), "bf16")
     assert (same_dim.v_head_dim, same_dim.dtype, same_dim.group) == (8, "bfloat16", 2)
@@ -287,6 +300,108 @@ def test_requires_grad_only_under_grad_mode() -> None:
     assert build(q=q).requires_grad
     with torch.no_grad():
         assert not build(q=q).requires_grad
+
+
+@pytest.mark.parametrize("name", ["attn_mask", "alibi_slopes", "sinks", "score_mod_args"])
+def test_requires_grad_of_optional_tensors(name: str) -> None:
+    given = torch.zeros(4, requires_grad=True) if name != "attn_mask" else torch.zeros(7, requires_grad=True)
+    options: dict[str, Any] = {name: given}
+    if name == "score_mod_args":
+        options = dict(score_mod="test_problem.add", score_mod_args=(given,))
+    assert Problem.from_call(**TENSORS, **options).requires_grad
+    with torch.no_grad():
+        assert not Problem.from_call(**TENSORS, **options).requires_grad
+
+
+def _add(score, b, h, q_idx, k_idx, weight):
+    return score
+
+
+def _any(b, h, q_idx, k_idx):
+    return True
+
+
+mods.register_score_mod("test_problem.add", SimpleNamespace(fn=_add))
+mods.register_mask_mod("test_problem.any", SimpleNamespace(fn=_any))
+
+
+@dataclass(frozen=True)
+class Feature:
+    """What a call says beside q, k and v, and the fields of its problem that differ from the plain ones."""
+
+    id: str
+    options: dict[str, Any]
+    want: dict[str, Any]
+    modified: bool = False
+    plain: bool = False
+    ragged: bool = False
+
+
+def varies(pattern: str) -> tuple[bool, ...]:
+    """ "b.q." -> over batch and query"""
+    return tuple(letter != "." for letter in pattern)
+
+
+FLOAT, BOOL = dict(mask="float32"), dict(mask="bool")
+ENDS = torch.tensor([0, 2, 2, 5])
+FEATURES = (
+    Feature("bool mask", dict(attn_mask=torch.ones(2, 4, 5, 7) > 0), dict(**BOOL, mask_varies=varies("bhqk"))),
+    Feature("float mask of keys", dict(attn_mask=torch.zeros(7)), dict(**FLOAT, mask_varies=varies("...k")), True),
+    Feature("mask of queries", dict(attn_mask=torch.zeros(5, 1)), dict(**FLOAT, mask_varies=varies("..q.")), True),
+    Feature("mask of batch", dict(attn_mask=torch.zeros(2, 1, 1, 1)), dict(**FLOAT, mask_varies=varies("b...")), True),
+    Feature("mask, expanded heads", dict(attn_mask=torch.zeros(2, 1, 5, 7).expand(2, 4, 5, 7)),
+            dict(**FLOAT, mask_varies=varies("b.qk")), True),
+    Feature("mask of one element", dict(attn_mask=torch.tensor(True)), dict(**BOOL, mask_varies=varies("...."))),
+    Feature("mask in fp16", dict(attn_mask=torch.zeros(7).half()), dict(mask="float16", mask_varies=varies("...k")),
+            True),
+    Feature("softcap", dict(softcap=3), dict(softcap=3.0), True),
+    Feature("slopes", dict(alibi_slopes=torch.zeros(4)), dict(alibi=True), True),
+    Feature("sinks", dict(sinks=torch.zeros(2, 4)), dict(sinks=True), plain=True),
+    Feature("lengths", dict(seqlens_k=torch.tensor([3, 4])), dict(seqlens_k=True), plain=True, ragged=True),
+    Feature("score_mod", dict(score_mod="test_problem.add", score_mod_args=[torch.zeros(1)]),
+            dict(score_mod="test_problem.add"), True),
+    Feature("mask_mod", dict(mask_mod="test_problem.any"), dict(mask_mod="test_problem.any")),
+    Feature("dropout", dict(dropout_p=0.5), dict(dropout_p=0.5)),
+    Feature("dropout of all", dict(dropout_p=1), dict(dropout_p=1.0)),
+    Feature("nothing", dict(softcap=0, dropout_p=0, alibi_slopes=None), {}, plain=True),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FEATURES, ids=lambda case: case.id)
+def test_features(case: Feature) -> None:
+    problem = Problem.from_call(**TENSORS, **case.options)
+    assert problem == replace(build(), **case.want)
+    assert (problem.modified, problem.plain, problem.ragged) == (case.modified, case.plain, case.ragged)
+
+
+@dataclass(frozen=True)
+class Packed:
+    id: str
+    options: dict[str, Any]
+    lengths: tuple[int, int]
+
+
+PACKED = (
+    Packed("no bounds", {}, (5, 7)),
+    Packed("both", dict(max_seqlen_q=3, max_seqlen_k=4), (3, 4)),
+    Packed("keys alone", dict(max_seqlen_k=0), (5, 0)),
+    Packed("longer than the rows", dict(max_seqlen_q=9, max_seqlen_k=9), (5, 7)),
+)
+
+
+@pytest.mark.parametrize("case", PACKED, ids=lambda case: case.id)
+def test_packed_lengths_are_bounds(case: Packed) -> None:
+    q, k, v = (t[:1] for t in TENSORS.values())
+    problem = Problem.from_call(q, k, v, cu_seqlens_q=ENDS, cu_seqlens_k=ENDS, **case.options)
+    assert (problem.batch, problem.packed, problem.q_len, problem.kv_len) == (3, (5, 7), *case.lengths)
+    assert problem.ragged and not problem.plain and not problem.modified
+
+
+def test_query_tiles() -> None:
+    assert [build().q_tiles(block_m) for block_m in (1, 2, 4, 5, 16)] == [2 * n for n in (5, 3, 2, 1, 1)]
+    q, k, v = (t[:1] for t in TENSORS.values())
+    packed = Problem.from_call(q, k, v, cu_seqlens_q=ENDS, cu_seqlens_k=ENDS)
+    assert [packed.q_tiles(block_m) for block_m in (2, 4, 16)] == [2 + 4, 1 + 4, 0 + 4]
 
 
 def half(*size: int) -> torch.Tensor:
@@ -361,6 +476,16 @@ def test_wide_rows_ask_for_64_bit_offsets(case: Wide, name: str) -> None:
         (1, 1, case.rows, 8), (1, 1, case.stride, 1), dtype=torch.float16, device="meta"
     )
     assert Problem.from_tensors(**tensors).wide is case.wide
+
+
+@pytest.mark.parametrize("case", WIDES[:2], ids=lambda case: case.id)
+@pytest.mark.parametrize("dim", [2, 3], ids=["rows", "columns"])
+def test_wide_masks_ask_for_64_bit_offsets(case: Wide, dim: int) -> None:
+    q = torch.zeros(1, 1, 2, 8, dtype=torch.float16, device="meta")
+    strides = [1, 1, 1, 1]
+    strides[dim] = case.stride
+    mask = torch.empty_strided((1, 1, 2, 2), strides, device="meta")
+    assert Problem.from_call(q, q, q, attn_mask=mask).wide is case.wide
 
 
 def test_fp32_precision_follows_torch_and_only_for_fp32() -> None:

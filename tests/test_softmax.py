@@ -11,7 +11,8 @@ import triton.language as tl
 from lazymax.kernels import softmax
 from lazymax.testing import EPS, within_budget
 
-ROWS, COLS, D_V = 16, 32, 16
+ROWS, COLS, D_V = 16, 32, 48
+PIECES = (32, 16)  # columns of the tiles that make up D_V
 INF, NAN = math.inf, math.nan
 SCALE_LOG2 = 0.25  # a power of two: rises in log2 units are exact in raw scores
 
@@ -26,34 +27,50 @@ def _exponent(s, pivot, l, out, need, scale_log2, EXACT: tl.constexpr, ROWS: tl.
 
 
 @triton.jit
+def _columns(ROWS: tl.constexpr, FIRST: tl.constexpr, COLS: tl.constexpr, ALL: tl.constexpr):
+    """Offsets of columns [FIRST, FIRST + COLS) of a (ROWS, ALL) matrix."""
+    return tl.arange(0, ROWS)[:, None] * ALL + (tl.arange(0, COLS) + FIRST)[None, :]
+
+
+@triton.jit
 def _steps(s, v, p_out, m_out, l_out, acc_out, out, lse, blocks, scale_log2, threshold, BRANCH: tl.constexpr,
-           EXACT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, D_V: tl.constexpr):  # fmt: skip
-    """Online softmax over `blocks` blocks of scores (blocks, ROWS, COLS) and values (blocks, COLS, D_V); stores the
+           EXACT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, A: tl.constexpr, B: tl.constexpr):  # fmt: skip
+    """Online softmax over `blocks` blocks of scores (blocks, ROWS, COLS) and values (blocks, COLS, A + B); stores the
     state after every block, then what `finish` makes of it."""
-    rows, cols, dims = tl.arange(0, ROWS), tl.arange(0, COLS), tl.arange(0, D_V)
+    D_V: tl.constexpr = A + B
+    rows, cols = tl.arange(0, ROWS), tl.arange(0, COLS)
     m = tl.full([ROWS], softmax.NEVER, tl.float32)
     l = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, D_V], tl.float32)
+    acc = (tl.zeros([ROWS, A], tl.float32), tl.zeros([ROWS, B], tl.float32))
     for block in range(blocks):
         scores = tl.load(s + (block * ROWS + rows[:, None]) * COLS + cols[None, :])
         p, m, l, acc = softmax.step(scores, m, l, acc, scale_log2, threshold, BRANCH, EXACT)
-        values = tl.load(v + (block * COLS + cols[:, None]) * D_V + dims[None, :])
-        acc = tl.dot(p, values, acc, input_precision="ieee")
+        of_v = v + block * COLS * D_V
+        acc = (tl.dot(p, tl.load(of_v + _columns(COLS, 0, A, D_V)), acc[0], input_precision="ieee"),
+               tl.dot(p, tl.load(of_v + _columns(COLS, A, B, D_V)), acc[1], input_precision="ieee"))  # fmt: skip
         tl.store(p_out + (block * ROWS + rows[:, None]) * COLS + cols[None, :], p)
         tl.store(m_out + block * ROWS + rows, m)
         tl.store(l_out + block * ROWS + rows, l)
-        tl.store(acc_out + (block * ROWS + rows[:, None]) * D_V + dims[None, :], acc)
+        tl.store(acc_out + block * ROWS * D_V + _columns(ROWS, 0, A, D_V), acc[0])
+        tl.store(acc_out + block * ROWS * D_V + _columns(ROWS, A, B, D_V), acc[1])
     result, row_lse = softmax.finish(m, l, acc, scale_log2)
-    tl.store(out + rows[:, None] * D_V + dims[None, :], result)
+    tl.store(out + _columns(ROWS, 0, A, D_V), result[0])
+    tl.store(out + _columns(ROWS, A, B, D_V), result[1])
     tl.store(lse + rows, row_lse)
 
 
 @triton.jit
-def _finish(m, l, acc, out, lse, scale_log2, ROWS: tl.constexpr, D_V: tl.constexpr):
-    rows, dims = tl.arange(0, ROWS), tl.arange(0, D_V)
-    tile = rows[:, None] * D_V + dims[None, :]
-    result, row_lse = softmax.finish(tl.load(m + rows), tl.load(l + rows), tl.load(acc + tile), scale_log2)
-    tl.store(out + tile, result)
+def _finish(m, l, acc, sinks, out, lse, scale_log2, ROWS: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
+    """sinks: one per row, or None."""
+    rows = tl.arange(0, ROWS)
+    pieces = (tl.load(acc + _columns(ROWS, 0, A, A + B)), tl.load(acc + _columns(ROWS, A, B, A + B)))
+    if sinks is None:
+        result, row_lse = softmax.finish(tl.load(m + rows), tl.load(l + rows), pieces, scale_log2)
+    else:
+        result, row_lse = softmax.finish_with_sink(tl.load(m + rows), tl.load(l + rows), pieces, scale_log2,
+                                                   tl.load(sinks + rows))  # fmt: skip
+    tl.store(out + _columns(ROWS, 0, A, A + B), result[0])
+    tl.store(out + _columns(ROWS, A, B, A + B), result[1])
     tl.store(lse + rows, row_lse)
 
 
@@ -74,7 +91,7 @@ def run_steps(s, v, device, threshold=0.0, branch=False, exact=False, scale_log2
     sizes = ((blocks, ROWS, COLS), (blocks, ROWS), (blocks, ROWS), (blocks, ROWS, D_V), (ROWS, D_V), (ROWS,))
     stored = [torch.full(size, math.nan, device=device) for size in sizes]
     _steps[(1,)](
-        s.to(device), v.to(device), *stored, blocks, scale_log2, threshold, branch, exact, ROWS, COLS, D_V,
+        s.to(device), v.to(device), *stored, blocks, scale_log2, threshold, branch, exact, ROWS, COLS, *PIECES,
         enable_fp_fusion=True,
     )  # fmt: skip
     return States(*(t.cpu() for t in stored))
@@ -243,14 +260,49 @@ def test_huge_equal_scores_weigh_one(raw, branch, device):
     assert budget.ok, budget
 
 
+LOWEST = torch.finfo(torch.float32).min
+
+
+@FORMS
+@THRESHOLDS
+def test_rows_of_the_lowest_number_are_rows_of_equal_scores(threshold, branch, device):
+    """What models mask with, in natural units: such a row is a mean, not an empty row; beside any other score it is
+    nothing."""
+    assert softmax.NEVER.value == LOWEST
+    s = torch.full((3, ROWS, COLS), LOWEST)
+    s[:, 4:8, 5:] = -INF  # and keys that do not count at all
+    s[1, 8:12, 3] = scores(4)  # one ordinary score, in the second block
+    s[0, 12:, 0] = -1e38
+    v = values(3)
+    got = run_steps(s, v, device, threshold, branch, exact=True, scale_log2=math.log2(math.e))
+    for name in ("p", "l", "acc", "out", "lse"):
+        assert getattr(got, name).isfinite().all(), name
+
+    def twin(dtype):
+        mean, some = v.to(dtype).flatten(0, 1).mean(0), v[:, :5].to(dtype).flatten(0, 1).mean(0)
+        one, first = v[1, 3].to(dtype), v[0, 0].to(dtype)
+        return torch.stack([mean] * 4 + [some] * 4 + [one] * 4 + [first] * 4)
+
+    budget = within_budget(got.out, twin(torch.float64), twin(torch.float32), eps=EPS[torch.float32])
+    assert budget.ok, budget
+    lse = torch.cat([torch.full((8,), LOWEST), s[1, 8:12, 3], torch.full((4,), -1e38)])
+    budget = within_budget(got.lse[:, None], lse[:, None].double(), lse[:, None], eps=EPS[torch.float32], what="lse")
+    assert budget.ok, budget
+
+
+def run_finish(m, l, acc, sinks, device, scale_log2=SCALE_LOG2):
+    out, lse = torch.full((ROWS, D_V), math.nan, device=device), torch.full((ROWS,), math.nan, device=device)
+    tensors = (t if t is None else t.to(device) for t in (m, l, acc, sinks))
+    _finish[(1,)](*tensors, out, lse, scale_log2, ROWS, *PIECES, enable_fp_fusion=True)
+    return out.cpu(), lse.cpu()
+
+
 def test_finish(device):
     """m * scale + log2(l) in natural log, one division per row, and the empty row."""
     m, l, acc = scores(ROWS, seed=2), scores(ROWS, seed=3).abs() + 0.1, scores(ROWS, D_V, seed=4)
     m[3], l[3], acc[3] = softmax.NEVER.value, 0.0, 0.0
     m[5], l[5] = 2.5e4, 2.0**60
-    out, lse = torch.full((ROWS, D_V), math.nan, device=device), torch.full((ROWS,), math.nan, device=device)
-    _finish[(1,)](m.to(device), l.to(device), acc.to(device), out, lse, SCALE_LOG2, ROWS, D_V, enable_fp_fusion=True)
-    out, lse = out.cpu(), lse.cpu()
+    out, lse = run_finish(m, l, acc, None, device)
     assert (out[3] == 0).all() and lse[3] == -INF
     full = [row for row in range(ROWS) if row != 3]
 
@@ -263,3 +315,43 @@ def test_finish(device):
     ):
         budget = within_budget(got, exact, lowered, eps=EPS[torch.float32])
         assert budget.ok, budget
+
+
+def test_finish_with_sink(device):
+    """The sink is one more key with the value 0, in natural units."""
+    m, l, acc = scores(ROWS, seed=2), scores(ROWS, seed=3).abs() + 0.1, scores(ROWS, D_V, seed=4)
+    sinks = scores(ROWS, seed=5, size=1.0)
+    m[3:6], l[3:6], acc[3:6] = softmax.NEVER.value, 0.0, 0.0  # rows without keys
+    sinks[4], sinks[5], sinks[6] = -INF, -1e37, -INF
+    sinks[7], sinks[8] = 3e38, -3e38
+    m[9], sinks[9] = 2.5e4, 4e3  # large and near each other: 2.5e4 / 4 log2 units are 4332
+    m[10], l[10], sinks[10] = LOWEST, 5.0, LOWEST  # seen keys of the lowest number
+    out, lse = run_finish(m, l, acc, sinks, device)
+
+    def twin(dtype):
+        natural, sink = m.to(dtype) * (SCALE_LOG2 * math.log(2)), sinks.to(dtype)
+        top = torch.maximum(natural, sink)
+        total = l.to(dtype) * torch.exp(natural - top) + torch.exp(sink - top)
+        weight = torch.where(l == 0, 0.0, torch.exp(natural - top) / total)
+        total = torch.where((l == 0) & (sink == -INF), -INF, top + total.log())
+        return acc.to(dtype) * weight[:, None], total[:, None]
+
+    for got, exact, lowered in zip((out, lse[:, None]), twin(torch.float64), twin(torch.float32), strict=True):
+        budget = within_budget(got, exact, lowered, eps=EPS[torch.float32])
+        assert budget.ok, budget
+    # The twin itself, in words:
+    assert (out[3:6] == 0).all() and torch.equal(lse[3:6], sinks[3:6])
+    assert (out[7] == 0).all() and lse[7] == sinks[7]
+    plain, plain_lse = run_finish(m, l, acc, None, device)
+    for row in (6, 8):  # a sink that weighs nothing
+        budget = within_budget(out[row], plain[row].double(), plain[row].clone(), eps=EPS[torch.float32])
+        assert budget.ok, budget
+        assert lse[row] == plain_lse[row]
+
+
+@pytest.mark.xfail(strict=True, reason="the pivot of an empty row, times a scale below 1, lies above such a sink")
+@pytest.mark.parametrize("sink", [LOWEST, -1e38], ids=lambda sink: f"sink={sink:.3g}")
+def test_a_row_without_keys_has_its_sink_for_lse(sink, device):
+    m, l, acc = torch.full((ROWS,), softmax.NEVER.value), torch.zeros(ROWS), torch.zeros(ROWS, D_V)
+    out, lse = run_finish(m, l, acc, torch.full((ROWS,), sink), device)
+    assert (out == 0).all() and (lse == sink).all()

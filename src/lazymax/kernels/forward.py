@@ -38,6 +38,7 @@ class Config(NamedTuple):
     NEGATE: Any  # the scale is negative: scores change sign, so that the kernel's own scale is positive
     STORE_LSE: Any
     MODIFIED: Any  # scores change beyond the scale, see scores.modify; the softmax takes natural units then
+    LARGE_CAP: Any  # the softcap is so far above usual scores that its tanh must be exact near 0
     CHOOSES: Any  # bool mask or mask_mod choose keys
     BOOL_MASK: Any
     FLOAT_MASK: Any

@@ -24,6 +24,8 @@ from .sequences import Lengths
 
 MAX_GRID = 65535  # of the second and third dimension of a grid, on CUDA and HIP
 LOG2E = 1.4426950408889634
+# Above, 6e-8 of the softcap, the error of the short tanh, would show beside the rounding of a probability.
+LARGE_CAP = {"float32": 0.0, "float16": 1024.0, "bfloat16": 4096.0}
 LEAST_TAIL = 16  # columns, of any matrix instruction
 NO_SOFTCAP = 2.0**100  # from here on a softcap changes no bit of an fp32 score
 TINY_SCALE = 2.0**-126  # for a scale of 0: its products with scores vanish, but -inf (masked) stays -inf
@@ -131,6 +133,7 @@ class ForwardLaunch:
             NEGATE=p.scale < 0 and not p.modified,
             STORE_LSE=p.return_lse,
             MODIFIED=p.modified,
+            LARGE_CAP=p.softcap > LARGE_CAP[p.dtype],
             CHOOSES=p.mask == "bool" or mask_mod is not None,
             BOOL_MASK=p.mask == "bool",
             FLOAT_MASK=p.mask not in (None, "bool"),

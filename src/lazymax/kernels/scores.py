@@ -42,13 +42,16 @@ class Modifiers(NamedTuple):
 
 
 @triton.jit
-def tanh(x):
-    """To 1e-6 of its value: a softcap far above the scores must not lose them. No overflow for any x."""
+def tanh(x, RELATIVE: tl.constexpr):
+    """To 6e-8; RELATIVE: to 1e-6 of its value, also near 0. No overflow for any x."""
     e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
     t = (1.0 - e) / (1.0 + e)
-    y = x * x
-    small = x * (1.0 + y * (-0.3333333333 + y * (0.1333333333 - 0.05396825397 * y)))  # Taylor; 1 - e would cancel
-    return tl.where(tl.abs(x) < 0.25, small, tl.where(x < 0, -t, t))
+    t = tl.where(x < 0, -t, t)
+    if RELATIVE:
+        y = x * x
+        taylor = x * (1.0 + y * (-0.3333333333 + y * (0.1333333333 - 0.05396825397 * y)))  # 1 - e would cancel
+        t = tl.where(tl.abs(x) < 0.25, taylor, t)
+    return t
 
 
 class Place(NamedTuple):
@@ -89,7 +92,7 @@ def modify(s, modifiers, span, place, config):
     """Raw products -> final scores in natural units."""
     s = s * modifiers.scale
     if modifiers.softcap_inverse is not None:
-        s = tanh(s * modifiers.softcap_inverse) * modifiers.softcap
+        s = tanh(s * modifiers.softcap_inverse, config.LARGE_CAP) * modifiers.softcap
     if modifiers.slopes is not None:
         slope = tl.load(modifiers.slopes + span.batch * modifiers.slopes_batch_stride + place.head).to(tl.float32)
         distance = tl.abs((place.rows + span.shift)[:, None] - place.cols[None, :])
