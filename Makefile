@@ -37,16 +37,17 @@ lint: $(VENV)/.ready
 
 # torch first and by itself: lazymax depends on it without a version, so this choice stands. A torch built for a GPU brings
 # the Triton that fits it; only without one is Triton installed.
+comma := ,
 define install
 	test -d $(1) || $(PYTHON) -m venv $(1)
 	$(1)/bin/python -c "import torch" 2>/dev/null || $(1)/bin/pip install -q $(TORCH)
 	$(1)/bin/python -c "import triton" 2>/dev/null || $(1)/bin/pip install -q $(2)
-	$(1)/bin/pip install -q -e '.[test,bench,lint,consumers]' $(NUMPY)
+	$(1)/bin/pip install -q -e '.[test,bench,lint$(3)]' $(NUMPY)
 	touch $(1)/.ready
 endef
 
 $(VENV)/.ready: pyproject.toml
-	$(call install,$(VENV),$(FLOOR))
+	$(call install,$(VENV),$(FLOOR),$(comma)consumers)
 
 $(VENV_NEWEST)/.ready: pyproject.toml
 	$(call install,$(VENV_NEWEST),$(NEWEST))

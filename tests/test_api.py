@@ -1,20 +1,25 @@
 """The public functions: bad input, torch's exact meaning, layouts, explain."""
 
 import inspect
+import itertools
 import json
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 
 import lazymax
 from lazymax import arch as arches
+from lazymax import drop_in, ops, options
 from lazymax.backends import registry
+from lazymax.kernels.launch import ForwardLaunch
 from lazymax.problem import Problem
-from lazymax.testing import EPS, check_attention, make_qkv, within_budget
+from lazymax.testing import EPS, check_attention, dropout_keep, make_qkv, within_budget
 
 Make = Any  # (device) -> keyword arguments of a call
 
@@ -63,7 +68,16 @@ BAD = (
     Bad("threshold", dict(rescale_threshold=9), ValueError, ("rescale_threshold: got 9", "to 8")),
     Bad("threshold is text", dict(rescale_threshold="x"), TypeError, ("rescale_threshold: got 'x'", "expected")),
     Bad("return_lse is text", dict(return_lse="yes"), TypeError, ("return_lse: got 'yes'", "expected")),
-)
+    Bad("mask of a wrong shape", dict(attn_mask=torch.zeros(5, 6)), ValueError,
+        ("attn_mask: got shape (1, 1, 5, 6)", "broadcasts to (B, Hq, Sq, Sk) = (1, 4, 5, 7)")),
+    Bad("mask of a wrong shape, bshd",
+        dict(q=Q.transpose(1, 2), k=K.transpose(1, 2), v=V.transpose(1, 2), layout="bshd",
+             attn_mask=torch.zeros(5, 4, 7)),
+        ValueError, ("attn_mask: got shape (1, 5, 4, 7)", "(B, Hq, Sq, Sk) = (1, 4, 5, 7)")),
+    Bad("softcap", dict(softcap=-1.0), ValueError, ("softcap: got -1.0", "expected a finite number >= 0")),
+    Bad("dropout", dict(dropout_p=1.5), ValueError, ("dropout_p: got 1.5", "expected a probability, 0 to 1")),
+    Bad("score_mod", dict(score_mod="no such"), ValueError, ("score_mod: got 'no such', registered are",)),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD, ids=lambda case: case.id)
@@ -73,6 +87,52 @@ def test_attention_says_what_came_and_what_was_expected(case: Bad) -> None:
     assert type(caught.value) is case.error
     for words in case.words:
         assert words in str(caught.value)
+
+
+TQ, TK, TV = (t[0].transpose(0, 1) for t in (Q, K, V))  # (total, heads, head dim)
+ENDS_Q, ENDS_K = torch.tensor([0, 2, 5]), torch.tensor([0, 4, 7])
+BAD_VARLEN = (
+    Bad("q is a list", dict(q=[1]), TypeError, ("q: got list", "expected a torch.Tensor")),
+    Bad("offsets are a list", dict(cu_seqlens_q=[0, 5]), TypeError, ("cu_seqlens_q: got list", "a torch.Tensor")),
+    Bad("no offsets", dict(cu_seqlens_k=None), TypeError, ("cu_seqlens_k: got NoneType", "a torch.Tensor")),
+    Bad("4-D q", dict(q=Q), ValueError, ("q: got shape (1, 4, 5, 8)", "3 dimensions (total, heads, head dim)")),
+    Bad("heads", dict(k=TK[:, :0], v=TV[:, :0]), ValueError, ("4 query heads over 0 key heads",)),
+    Bad("length of v", dict(v=TV[:3]), ValueError, ("different lengths",)),
+    Bad("offsets differ", dict(cu_seqlens_q=ENDS_Q[:2]), ValueError, ("2 and 3 offsets", "one more than sequences")),
+    Bad("offsets are floats", dict(cu_seqlens_q=ENDS_Q.float()), TypeError,
+        ("cu_seqlens_q: got dtype torch.float32", "expected int32 or int64")),
+    Bad("longest", dict(max_seqlen_k=-1), ValueError, ("max_seqlen_k: got -1", "expected a length")),
+    Bad("impl", dict(impl="flash"), ValueError, ("impl: got 'flash'", "portable")),
+    Bad("threshold", dict(rescale_threshold="x"), TypeError, ("rescale_threshold: got 'x'", "expected a number")),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_VARLEN, ids=lambda case: case.id)
+def test_attention_varlen_says_what_came_and_what_was_expected(case: Bad) -> None:
+    with pytest.raises(case.error) as caught:
+        lazymax.attention_varlen(**{**dict(q=TQ, k=TK, v=TV, cu_seqlens_q=ENDS_Q, cu_seqlens_k=ENDS_K), **case.change})
+    assert type(caught.value) is case.error
+    for words in case.words:
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["seqlens_k", "attn_mask"])
+def test_attention_varlen_has_no_arguments_of_rectangles(name: str) -> None:
+    assert name not in inspect.signature(lazymax.attention_varlen).parameters
+
+
+def test_options_have_one_default_everywhere() -> None:
+    """What one function calls an option, the other and the parser call it too."""
+    of_attention, of_varlen, of_parser = (
+        {name: p.default for name, p in inspect.signature(function).parameters.items()}
+        for function in (lazymax.attention, lazymax.attention_varlen, options.parse_options)
+    )
+    for name in of_attention.keys() & of_varlen.keys():
+        assert of_attention[name] == of_varlen[name], name
+    how = {"layout", "impl", "return_lse", "rescale_threshold", "q", "k", "v"}
+    for found in (of_attention, of_varlen):
+        rest = {name: default for name, default in found.items() if name not in how | {"cu_seqlens_q", "cu_seqlens_k"}}
+        assert rest == {name: of_parser[name] for name in rest}
 
 
 def test_float64_by_a_kernel_is_refused(device: str) -> None:
@@ -234,8 +294,6 @@ def torchs(case: Same, device: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("case", SAME, ids=lambda case: case.id)
 def test_scaled_dot_product_attention_answers_as_torch_does(case: Same, device: str) -> None:
-    if device == "cuda" and case.call.get("dropout_p"):
-        pytest.skip("dropout is torch's to compute, and its fused CUDA kernels differ from its formula (NaN at 1)")
     if case.raises:
         with pytest.raises(Exception) as theirs:  # whatever torch raises
             (torchs if case.math else answer_default)(case, device)
@@ -281,6 +339,61 @@ def doubled(case: Same) -> Any:
     return change
 
 
+KERNELS = (
+    Same("plain, causal", call=dict(is_causal=True)),
+    Same("scale", call=dict(scale=-0.3), dtype=torch.float16),
+    Same("grouped", (1, 4, 2, 9, 11, 16), dict(enable_gqa=True)),
+    Same("one key head without enable_gqa", (1, 4, 1, 9, 11, 16)),
+    Same("2-D", (1, 1, 1, 9, 11, 16), change=lambda q, k, v: (q[0, 0], k[0, 0], v[0, 0])),
+    Same("3-D, mask", call=dict(attn_mask=mask(4, 1, 23)), change=lambda q, k, v: (q[0], k[0], v[0])),
+    Same("5-D, mask", call=dict(attn_mask=mask(2, 1, 2, 19, 23)), change=reshaped(2, 2, 2)),
+    Same("broadcast batch of k and v, mask", call=dict(attn_mask=mask(2, 1, 1, 23)),
+         change=lambda q, k, v: (q, k[:1], v[:1])),
+    Same("mask of rows", call=dict(attn_mask=mask(19, 1, dtype=torch.float32))),
+    Same("mask with grouped heads", (1, 4, 2, 9, 11, 16), dict(enable_gqa=True, attn_mask=mask(9, 11))),
+    Same("bf16 with an fp32 mask", call=dict(attn_mask=mask(19, 23, dtype=torch.float32)), dtype=torch.bfloat16),
+    Same("dropout", call=dict(dropout_p=0.5)),
+    Same("dropout of all", call=dict(dropout_p=1)),
+    Same("head dimension not contiguous", change=lambda q, k, v: [t.mT.contiguous().mT for t in (q, k, v)]),
+    Same("autocast, mask", call=dict(attn_mask=mask(19, 23)), autocast=torch.bfloat16),
+    Same("no keys", (2, 2, 2, 9, 0, 16)),
+)  # fmt: skip
+TORCHS = (
+    Same("float64", dtype=torch.float64),
+    Same("autocast keeps float64", dtype=torch.float64, autocast=torch.bfloat16),
+    Same("mixed dtypes", change=lambda q, k, v: (q, k, v.half())),
+    Same("mask of integers", call=dict(attn_mask=mask(19, 23).long())),
+    Same("mask of a wrong shape", call=dict(attn_mask=mask(19, 22))),
+    Same("dropout above 1", call=dict(dropout_p=1.5)),
+    Same("scale is inf", call=dict(scale=float("inf"))),
+    Same("grouped without enable_gqa", (1, 4, 2, 9, 11, 16)),
+)
+
+
+class Called(Exception):
+    pass
+
+
+@pytest.mark.parametrize("case", [*KERNELS, *TORCHS], ids=lambda case: case.id)
+def test_who_computes_a_call(case: Same, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One plan of a kernel for what is ours, no plan and torch's own function for what is not."""
+
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise Called
+
+    monkeypatch.setattr(drop_in, "TORCH_SDPA", refuse)
+    monkeypatch.setattr(ForwardLaunch, "__call__", lambda *arguments: None)
+    plans: list[Any] = []
+    monkeypatch.setattr(ops, "observers", [plans.append])
+    if case in TORCHS:
+        with pytest.raises(Called):
+            answer(lazymax.scaled_dot_product_attention, case, device)
+        assert plans == [None]
+    else:
+        answer(lazymax.scaled_dot_product_attention, case, device)
+        assert [plan.route for plan in plans] == ["triton"]
+
+
 def test_a_mask_of_fp32_beside_bf16_is_not_rounded_first(device: str) -> None:
     q, k, v = tensors(1, 1, 1, 4, 8, 16, dtype=torch.bfloat16, device=device)
     bias = mask(4, 8, dtype=torch.float32).to(device)
@@ -300,6 +413,24 @@ def test_dropout_draws_from_torchs_generator(device: str) -> None:
     again = draw()
     assert not torch.equal(first, second)
     assert torch.equal(first, again)
+
+
+def test_dropout_drops_what_testing_says(device: str) -> None:
+    """By the textbook formula: drop after the softmax, let the others grow; the LSE does not know of it."""
+    q, k, v = tensors(2, 4, 2, 19, 23, 16, device=device)
+    seed = torch.tensor([2**33 + 5], device=device)
+    out, lse = lazymax.attention(q, k, v, dropout_p=0.25, dropout_seed=seed, return_lse=True)
+    kept = dropout_keep(seed, 2, 4, 19, 23, 0.25, device)
+    assert 0.7 < kept.float().mean() < 0.8
+
+    def twin(dtype: torch.dtype) -> torch.Tensor:
+        keys, values = (t.to(dtype).repeat_interleave(2, 1) for t in (k, v))
+        p = torch.softmax(q.to(dtype) @ keys.mT / 4, -1)
+        return (p * kept / 0.75) @ values
+
+    budget = within_budget(out, twin(torch.float64), twin(torch.float32), eps=EPS[torch.float32])
+    assert budget.ok, str(budget)
+    assert torch.equal(lse, lazymax.attention(q, k, v, return_lse=True)[1])
 
 
 def test_gradients_of_the_drop_in(device: str) -> None:
@@ -347,6 +478,39 @@ def test_bshd_is_bhsd_transposed(case: Layout, return_lse: bool, device: str) ->
     assert torch.equal(got.transpose(1, 2), want)
 
 
+def test_optional_tensors_mean_the_same_in_both_layouts(device: str) -> None:
+    q, k, v = tensors(2, 2, 1, 19, 23, 16, dtype=torch.float16, device=device)
+    options = moved(dict(attn_mask=mask(2, 2, 19, 23), alibi_slopes=torch.rand(2, 2), sinks=torch.rand(2),
+                         seqlens_k=torch.tensor([23, 9])), device)  # fmt: skip
+    bshd = [t.transpose(1, 2) for t in (q, k, v)]
+    got = lazymax.attention(*bshd, layout="bshd", **options)
+    assert torch.equal(got.transpose(1, 2), lazymax.attention(q, k, v, **options))
+
+
+@triton.jit
+def _fold(score, b, h, q_idx, k_idx, weight):
+    return tl.where((q_idx + k_idx) % 2 == 0, score * tl.load(weight + h), score - b)
+
+
+def _fold_reference(score, b, h, q_idx, k_idx, weight):
+    return torch.where((q_idx + k_idx) % 2 == 0, score * weight[h], score - b)
+
+
+@triton.jit
+def _near(b, h, q_idx, k_idx, reach):
+    return tl.abs(q_idx - k_idx) <= tl.load(reach + h)
+
+
+def _near_reference(b, h, q_idx, k_idx, reach):
+    return (q_idx - k_idx).abs() <= reach[h]
+
+
+lazymax.register_score_mod("test_api.fold", _fold, reference=_fold_reference)
+lazymax.register_mask_mod("test_api.near", _near, reference=_near_reference)
+FOLD = dict(score_mod="test_api.fold", score_mod_args=(torch.tensor([0.5, -2.0, 1.0, 3.0]),))
+NEAR = dict(mask_mod="test_api.near", mask_mod_args=(torch.tensor([3, 50, 0, 7]),))
+WITH_EXTRAS = (2, 2, 1, 17, 33, 16)
+
 RULES = (
     Layout("plain", (1, 2, 2, 17, 33, 16)),
     Layout("causal", (1, 4, 2, 17, 33, 16), dict(causal="top_left")),
@@ -357,20 +521,45 @@ RULES = (
     Layout("scale", (1, 2, 2, 17, 33, 16), dict(scale=-0.3)),
     Layout("exact maximum", (1, 2, 2, 17, 33, 16), dict(rescale_threshold=0)),
     Layout("rows without keys", (1, 2, 2, 33, 17, 16), dict(causal="bottom_right")),
-)
+    Layout("bool mask of batch and keys", WITH_EXTRAS, dict(attn_mask=mask(2, 1, 1, 33))),
+    Layout("float mask, causal", WITH_EXTRAS, dict(attn_mask=mask(17, 33, dtype=torch.float32), causal="top_left")),
+    Layout("softcap, slopes", WITH_EXTRAS, dict(softcap=2.0, alibi_slopes=torch.rand(2, 2), causal="bottom_right")),
+    Layout("slopes, window align alone", WITH_EXTRAS, dict(alibi_slopes=torch.rand(2), window_align="bottom_right")),
+    Layout("sinks, rows without keys", (1, 2, 2, 33, 17, 16), dict(sinks=torch.rand(2), causal="bottom_right")),
+    Layout("lengths", WITH_EXTRAS, dict(seqlens_k=torch.tensor([9, 0]), causal="bottom_right")),
+    Layout("score_mod", WITH_EXTRAS, FOLD),
+    Layout("mask_mod", WITH_EXTRAS, NEAR),
+    Layout("dropout", WITH_EXTRAS, dict(dropout_p=0.3, dropout_seed=torch.tensor([3]))),
+    Layout("all at once", WITH_EXTRAS, dict(
+        **FOLD, **NEAR, attn_mask=mask(2, 1, 33, dtype=torch.bfloat16), softcap=3.0, alibi_slopes=torch.rand(2),
+        sinks=torch.rand(2, 2), seqlens_k=torch.tensor([30, 33]), dropout_p=0.3, dropout_seed=torch.tensor([-3]),
+        causal="bottom_right", window=(20, None), scale=0.4)),
+)  # fmt: skip
+
+
+def moved(value: Any, device: str) -> Any:
+    """Options of a call on the device."""
+    if isinstance(value, dict):
+        return {name: moved(item, device) for name, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(moved(item, device) for item in value)
+    return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
 @pytest.mark.parametrize("impl", ["auto", "portable", "reference"])
 @pytest.mark.parametrize("case", RULES, ids=lambda case: case.id)
 def test_attention_by_every_route(case: Layout, impl: str, device: str) -> None:
+    if impl == "auto" and device == "cpu" and case.sizes is WITH_EXTRAS:
+        pytest.skip("auto is portable in the interpreter, shown by the cases without optional tensors")
     q, k, v = tensors(*case.sizes, dtype=torch.float16, device=device)
-    out, lse = lazymax.attention(q, k, v, **case.rules, impl=impl, return_lse=True)
-    problem = Problem.from_call(q, k, v, return_lse=True, **case.rules)
-    for budget in check_attention(out, lse, q, k, v, problem):
+    rules = moved(case.rules, device)
+    out, lse = lazymax.attention(q, k, v, **rules, impl=impl, return_lse=True)
+    threshold = rules.pop("rescale_threshold", None)
+    extras, parsed = options.parse_options(q, **rules)
+    problem = Problem.from_tensors(q, k, v, extras, parsed, return_lse=True, rescale_threshold=threshold)
+    for budget in check_attention(out, lse, q, k, v, problem, extras):
         assert budget.ok, str(budget)
-    plan = lazymax.explain(
-        q, k, v, impl=impl, show=False, **{n: r for n, r in case.rules.items() if "thresh" not in n}
-    ).plan
+    plan = lazymax.explain(q, k, v, impl=impl, show=False, **rules).plan
     assert plan.route == ("reference" if impl == "reference" else "triton")
 
 
@@ -383,6 +572,136 @@ def test_keys_outside_the_band_reach_no_result_of_any_route(device: str) -> None
         got = lazymax.attention(q, bad_k, bad_v, causal="top_left", impl=impl)[:, :, :-1]
         budget = within_budget(got, want.double(), want.clone(), eps=EPS[torch.float32], what=impl)
         assert budget.ok, str(budget)
+
+
+# ---- attention_varlen()
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Sequences of these lengths in q and in k; `rest`: rows of q and of k that belong to none."""
+
+    id: str
+    lengths: tuple[tuple[int, int], ...]
+    rules: dict[str, Any] = field(default_factory=dict)
+    rest: tuple[int, int] = (0, 0)
+    dtype: torch.dtype = torch.int32  # of the offsets
+
+    def offsets(self, which: int, device: str) -> torch.Tensor:
+        ends = [0, *itertools.accumulate(pair[which] for pair in self.lengths)]
+        return torch.tensor(ends, dtype=self.dtype, device=device)
+
+    def tensors(self, device: str, heads: tuple[int, int] = (2, 1)) -> list[torch.Tensor]:
+        """q, k, v as (total, heads, head dim)."""
+        totals = [sum(pair[which] for pair in self.lengths) + self.rest[which] for which in (0, 1)]
+        qkv = tensors(1, *heads, *totals, 16, 24, dtype=torch.float16, device=device, layout="bshd")
+        return [t[0].transpose(0, 1) for t in qkv]
+
+
+THREE = ((19, 33), (3, 2), (9, 9))
+PACKED = (
+    Packed("lengths of q and k differ", THREE),
+    Packed("causal, top left", THREE, dict(causal="top_left")),
+    Packed("causal, bottom right", THREE, dict(causal="bottom_right"), dtype=torch.int64),
+    Packed("window, bottom right", THREE, dict(window=(9, 2), window_align="bottom_right")),
+    Packed("empty sequences", ((0, 0), (5, 0), (0, 9), (17, 33), (0, 0))),
+    Packed("rows of no sequence", ((5, 9), (17, 20)), dict(causal="top_left"), (70, 40)),
+    Packed("decode", ((1, 33), (1, 1), (1, 40)), dict(causal="bottom_right", max_seqlen_q=1, max_seqlen_k=40)),
+    Packed("one sequence", ((70, 40),), dict(scale=-0.5)),
+    Packed("features", THREE, dict(
+        softcap=2.0, alibi_slopes=torch.rand(2), sinks=torch.rand(2), causal="bottom_right",
+        score_mod="test_api.scaled", score_mod_args=FOLD["score_mod_args"], **NEAR)),
+    Packed("per sequence", THREE, dict(alibi_slopes=torch.rand(3, 2), sinks=torch.rand(3, 2), **FOLD)),
+    Packed("dropout", THREE, dict(dropout_p=0.3, dropout_seed=torch.tensor([3])), (2, 3)),
+)  # fmt: skip
+
+
+@triton.jit
+def _scaled(score, b, h, q_idx, k_idx, weight):
+    return score * tl.load(weight + h) + (q_idx - k_idx) * 0.125
+
+
+def _scaled_reference(score, b, h, q_idx, k_idx, weight):
+    return score * weight[h] + (q_idx - k_idx) * 0.125
+
+
+lazymax.register_score_mod("test_api.scaled", _scaled, reference=_scaled_reference)
+
+
+@pytest.mark.parametrize("impl", ["portable", "reference"])
+@pytest.mark.parametrize("case", PACKED, ids=lambda case: case.id)
+def test_packed_sequences_by_every_route(case: Packed, impl: str, device: str) -> None:
+    q, k, v = case.tensors(device)
+    rules = moved(case.rules, device)
+    ends = dict(cu_seqlens_q=case.offsets(0, device), cu_seqlens_k=case.offsets(1, device))
+    out, lse = lazymax.attention_varlen(q, k, v, **ends, **rules, impl=impl, return_lse=True)
+    assert (out.shape, lse.shape, lse.dtype) == ((q.shape[0], 2, 24), (2, q.shape[0]), torch.float32)
+    qkv = [t.transpose(0, 1)[None] for t in (q, k, v)]
+    extras, parsed = options.parse_options(q, **ends, **rules)
+    problem = Problem.from_tensors(*qkv, extras, parsed, return_lse=True)
+    for budget in check_attention(out.transpose(0, 1)[None], lse[None], *qkv, problem, extras):
+        assert budget.ok, str(budget)
+    last = int(ends["cu_seqlens_q"][-1])
+    assert (out[last:] == 0).all() and (lse[:, last:] == float("-inf")).all()
+
+
+ALONE = [case for case in PACKED if case.id in ("causal, bottom right", "empty sequences", "features")]
+
+
+@pytest.mark.parametrize("case", ALONE, ids=lambda case: case.id)
+def test_a_packed_sequence_is_what_it_is_alone(case: Packed, device: str) -> None:
+    """By `attention`, sequence by sequence; what lies around a sequence is not its business."""
+    q, k, v = case.tensors(device)
+    rules = moved(case.rules, device)
+    ends = case.offsets(0, device), case.offsets(1, device)
+    out, lse = lazymax.attention_varlen(q, k, v, *ends, **rules, return_lse=True)
+    alone = {name: value for name, value in rules.items() if not name.startswith("max_")}
+    for rows, keys in zip(*(itertools.pairwise(t.tolist()) for t in ends), strict=True):
+        one = [t[slice(*part)].transpose(0, 1)[None] for t, part in ((q, rows), (k, keys), (v, keys))]
+        want, want_lse = lazymax.attention(*one, **alone, return_lse=True, impl="reference")
+        exact, exact_lse = lazymax.attention(*(t.double() for t in one), **alone, return_lse=True)
+        got, got_lse = out[slice(*rows)].transpose(0, 1)[None], lse[None, :, slice(*rows)]
+        for budget in (
+            within_budget(got, exact, want, eps=EPS[torch.float16]),
+            within_budget(got_lse[..., None], exact_lse[..., None].double(), want_lse[..., None],
+                          eps=EPS[torch.float32], what="lse"),
+        ):  # fmt: skip
+            assert budget.ok, f"{rows}, {keys}: {budget}"
+
+
+def test_other_sequences_reach_no_result(device: str) -> None:
+    """NaN and inf in the rows of one sequence, and behind the last, leave the others as they are."""
+    case = Packed("", ((19, 33), (7, 9), (20, 20)), rest=(5, 5))
+    q, k, v = case.tensors(device)
+    ends = case.offsets(0, device), case.offsets(1, device)
+    want, want_lse = lazymax.attention_varlen(q, k, v, *ends, return_lse=True)
+    for t, (start, stop) in ((q, (19, 26)), (k, (33, 42)), (v, (33, 42))):
+        t[start:stop] = float("nan")
+        t[-5:] = float("inf")
+    out, lse = lazymax.attention_varlen(q, k, v, *ends, return_lse=True)
+    others = torch.ones(len(q), dtype=torch.bool, device=device)
+    others[19:26] = False
+    assert torch.equal(out[others], want[others]) and torch.equal(lse[:, others], want_lse[:, others])
+    assert out[19:26].isnan().all()
+
+
+STORED = {
+    "heads first": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
+    "head dimension not contiguous": lambda t: t.mT.contiguous().mT,
+    "a slice": lambda t: torch.cat([t, t, t], 1)[:, t.shape[1] : 2 * t.shape[1]],
+}
+
+
+def test_packed_tensors_of_any_strides(device: str) -> None:
+    case = PACKED[2]
+    q, k, v = case.tensors(device)
+    ends = case.offsets(0, device), case.offsets(1, device)
+    want = lazymax.attention_varlen(q, k, v, *ends, **case.rules)
+    for name, stored in STORED.items():
+        got = lazymax.attention_varlen(stored(q), stored(k), stored(v), *ends, **case.rules)
+        assert torch.equal(got, want), name
+        by_q = sorted(range(2), key=lambda dim: -stored(q).stride(dim))
+        assert got.permute(*by_q, 2).is_contiguous(), f"{name}: the output is dense in q's order of dimensions"
 
 
 # ---- explain()
@@ -428,18 +747,85 @@ class Route:
 
 
 ROUTES = (
-    Route("mask", dict(attn_mask=mask(19, 23)), "a dense mask is not in the Triton kernel yet"),
-    Route("dropout", dict(dropout_p=0.1), "dropout is not in the Triton kernel yet"),
     Route("asked for", dict(impl="reference"), "asked for"),
+    Route("asked for, mask", dict(impl="reference", attn_mask=mask(19, 23)), "asked for"),
 )
 
 
 @pytest.mark.parametrize("case", ROUTES, ids=lambda case: case.id)
 def test_explain_says_why_the_reference_runs(case: Route, device: str) -> None:
     q, k, v = tensors(1, 4, 2, 19, 23, 16, dtype=torch.float16, device=device)
-    explanation = lazymax.explain(q, k, v, show=False, **case.call)
+    explanation = lazymax.explain(q, k, v, show=False, **moved(case.call, device))
     assert explanation.plan.route == "reference"
     assert f"because   {case.words}" in str(explanation)
+
+
+def test_explain_says_that_float64_is_the_references(device: str) -> None:
+    explanation = lazymax.explain(*(t.double().to(device) for t in (Q, K, V)), attn_mask=mask(5, 7), show=False)
+    assert explanation.plan.route == "reference" and "float64 goes to the reference" in str(explanation)
+
+
+FEATURES = (
+    Route("mask", dict(attn_mask=mask(19, 23)), "mask bool"),
+    Route("float mask", dict(attn_mask=mask(2, 1, 19, 23, dtype=torch.float16)), "mask float16"),
+    Route("dropout", dict(dropout_p=0.1), "dropout 0.1"),
+    Route("softcap", dict(softcap=30), "softcap 30"),
+    Route("slopes", dict(alibi_slopes=torch.rand(4)), "ALiBi"),
+    Route("sinks", dict(sinks=torch.rand(2, 4)), "sinks"),
+    Route("lengths", dict(seqlens_k=torch.tensor([9, 2])), "seqlens_k"),
+    Route("score_mod", FOLD, "score_mod test_api.fold"),
+    Route("mask_mod", NEAR, "mask_mod test_api.near"),
+    Route("is_causal", dict(is_causal=True), "causal top_left"),
+)
+
+
+@pytest.mark.parametrize("case", FEATURES, ids=lambda case: case.id)
+def test_explain_says_that_the_kernel_takes_it(case: Route, device: str) -> None:
+    q, k, v = tensors(2, 4, 2, 19, 23, 16, dtype=torch.float16, device=device)
+    here = lazymax.explain(q, k, v, show=False, **moved(case.call, device))
+    there = lazymax.explain(shape=(2, 4, 2, 19, 23, 16), dtype="fp16", arch="gfx1151", show=False, **case.call)
+    for explanation in (here, there):
+        assert explanation.plan.route == "triton"
+        assert case.words in str(explanation).splitlines()[0]
+    assert replace(there.problem, descriptor_refusal=None) == replace(here.problem, descriptor_refusal=None)
+
+
+def test_explain_of_packed_sequences(device: str) -> None:
+    q, k, v = (t.half().to(device) for t in (TQ, TK, TV))
+    explanation = lazymax.explain(
+        q, k, v, cu_seqlens_q=ENDS_Q.to(device), cu_seqlens_k=ENDS_K.to(device), max_seqlen_q=3, show=False
+    )
+    assert explanation.plan.route == "triton"
+    assert "B=2 Hq=4 Hkv=2 Sq=3 Sk=7 D=8 Dv=6, packed, 5 and 7 rows" in str(explanation)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A call of the drop-in and the problem that it is: (batch, query length, key length), where the mask varies."""
+
+    id: str
+    case: Same
+    sizes: tuple[int, int, int]
+    varies: tuple[bool, bool, bool, bool] | None = None
+
+
+DRAWN = (
+    Drawn("2-D", Same("", (1, 1, 1, 9, 11, 16), change=lambda q, k, v: (q[0, 0], k[0, 0], v[0, 0])), (1, 9, 11)),
+    Drawn("3-D, mask", Same("", call=dict(attn_mask=mask(4, 1, 23)), change=lambda q, k, v: (q[0], k[0], v[0])),
+          (1, 19, 23), (False, True, False, True)),
+    Drawn("5-D, mask", Same("", call=dict(attn_mask=mask(2, 1, 1, 19, 23)), change=reshaped(2, 2, 2)),
+          (4, 19, 23), (True, False, True, True)),
+    Drawn("5-D, one mask for all", Same("", call=dict(attn_mask=mask(1, 1, 1, 19, 23)), change=reshaped(2, 2, 2)),
+          (4, 19, 23), (False, False, True, True)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DRAWN, ids=lambda case: case.id)
+def test_explain_of_the_drop_in(case: Drawn, device: str) -> None:
+    qkv, call = arguments(case.case, device)
+    problem = lazymax.explain(*qkv, **call, show=False).problem
+    assert (problem.batch, problem.q_len, problem.kv_len) == case.sizes
+    assert problem.mask is None if case.varies is None else problem.mask_varies == case.varies
 
 
 EXPLAIN_BAD = (
@@ -451,10 +837,13 @@ EXPLAIN_BAD = (
     Bad("impl", dict(shape=(1, 1, 1, 1, 1, 8), impl="flash"), ValueError, ("impl: got 'flash'", "portable")),
     Bad(
         "impl refuses",
-        dict(shape=(1, 1, 1, 1, 1, 300), arch="sm_90", impl="portable"),
+        dict(shape=(1, 1, 1, 1, 1, 577), arch="sm_90", impl="portable"),
         NotImplementedError,
-        ("impl: 'portable' cannot take", "300"),
+        ("impl: 'portable' cannot take", "577"),
     ),
+    Bad("an option of no function", dict(q=Q, k=K, v=V, atn_mask=mask(5, 7)), TypeError, ("atn_mask",)),
+    Bad("softcap", dict(q=Q, k=K, v=V, softcap=-1), ValueError, ("softcap: got -1",)),
+    Bad("sinks", dict(shape=(1, 2, 2, 3, 3, 8), sinks=torch.zeros(3)), ValueError, ("sinks: got shape (3,)",)),
     Bad("layout", dict(q=Q, k=K, v=V, layout="sbhd"), ValueError, ("layout: got 'sbhd'",)),
     Bad(
         "mask beside is_causal", dict(q=Q, k=K, v=V, attn_mask=mask(5, 7), is_causal=True), RuntimeError, ("is_causal",)

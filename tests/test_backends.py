@@ -3,17 +3,18 @@
 import importlib
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from lazymax import arch as arches
 from lazymax import backends
 from lazymax.arch import Arch
-from lazymax.backends import Backend, Tile, When, registry
-from lazymax.dispatch import KERNEL_DTYPES, plan
+from lazymax.backends import LARGEST_HEAD_DIM, Backend, Tile, When, registry
+from lazymax.dispatch import KERNEL_DTYPES, plan, select_tile
 from lazymax.problem import Problem
 
 MAX_BLOCK_N = 128  # products.guarded_pv counts the keys of a block in 8 bits
@@ -41,6 +42,10 @@ def archs_of(backend: Backend) -> list[Arch]:
     return [arch for arch in every if arch.matrix_unit != "none"]
 
 
+# No condition; the portable rows are there for the largest heads too.
+LAST = {"portable": When(max_head_dim=LARGEST_HEAD_DIM)}
+
+
 @pytest.mark.parametrize("name", list(registry()))
 def test_table(name: str) -> None:
     backend = registry()[name]
@@ -49,12 +54,28 @@ def test_table(name: str) -> None:
     assert bool(backend.archs) is (name != "portable")
     assert backend.level.strip()
     last = backend.forward[-1]
-    assert last.when == When(), f"the last row of {name} has a condition: {last.when}"
+    assert last.when == LAST.get(name, When()), f"the last row of {name} has a condition: {last.when}"
     for arch in archs_of(backend):
         for shape in ((1, 1, 1, 1, 1, 1), (1, 2, 1, 77, 99, 256), (4, 32, 32, 4096, 4096, 128)):
             for dtype in KERNEL_DTYPES:
                 chosen = plan(Problem.from_shape(shape, dtype), arch, name)
                 assert chosen.backend == name and chosen.tile is not None
+
+
+@pytest.mark.parametrize("dims", [(257, 257), (320, 64), (64, 512), (576, 512)], ids=str)
+def test_large_heads_find_a_row_on_every_gpu(dims: tuple[int, int]) -> None:
+    """Tiles for usual heads would not fit: only rows that say so take more than 256 columns."""
+    for arch in archs_of(registry()["portable"]):
+        for dtype in KERNEL_DTYPES:
+            for length in (1, 4096):
+                asked = Problem.from_shape((1, 16, 1, length, length, *dims), dtype)
+                for problem in (
+                    asked,
+                    replace(asked, descriptor_refusal="k has stride 7"),
+                    replace(asked, softcap=1.0),
+                ):
+                    tile = plan(problem, arch).tile
+                    assert tile is not None and (tile.when.max_head_dim or 0) >= max(dims), arch.id
 
 
 def test_portable_is_tried_last() -> None:
@@ -80,7 +101,8 @@ def test_row_is_typed_and_says_where_it_comes_from(row: Row) -> None:
     assert tile.rescale in ("select", "branch")
     assert tile.reason.strip() and tile.provenance.strip()
     assert tile.when.dtypes is None or set(tile.when.dtypes) <= set(KERNEL_DTYPES)
-    assert tile.when.causal in (None, True, False)
+    assert all(getattr(tile.when, name) in (None, True, False) for name in ("causal", "window", "plain"))
+    assert tile.when.max_head_dim is None or 1 <= tile.when.max_head_dim <= LARGEST_HEAD_DIM
 
 
 @pytest.mark.parametrize("row", ROWS, ids=row_id)
@@ -109,14 +131,17 @@ def test_what_descriptors_refuse_still_finds_a_row(name: str) -> None:
         for dtype in KERNEL_DTYPES:
             for head_dim in (1, 64, 72, 128, 256):
                 asked = Problem.from_shape((1, 2, 2, 300, 300, head_dim), dtype)
-                chosen = plan(replace_refusal(asked), arch, name)
-                assert chosen.tile is not None and not chosen.tile.descriptors
+                for problem in (asked, masked(asked)):
+                    chosen = plan(replace_refusal(problem), arch, name)
+                    assert chosen.tile is not None and not chosen.tile.descriptors
 
 
 def replace_refusal(problem: Problem) -> Problem:
-    from dataclasses import replace
-
     return replace(problem, descriptor_refusal="k has stride 7 in dimension 2")
+
+
+def masked(problem: Problem) -> Problem:
+    return replace(problem, mask="bool", mask_varies=(True, False, False, True))
 
 
 def settings(tile: Tile) -> tuple[Any, ...]:
@@ -145,14 +170,13 @@ def test_every_row_is_reachable(name: str) -> None:
     chosen = set()
     for arch in archs_of(backend):
         for dtype in KERNEL_DTYPES:
-            for head_dim in (16, 32, 64, 80, 96, 128, 192, 256):
+            for dims in (*((n, n) for n in (16, 32, 64, 80, 96, 128, 160, 192, 256, 320)), (192, 128), (576, 512)):
                 for length, heads in ((1, 1), (64, 2), (256, 8), (512, 32), (4096, 128)):
                     for rules in ({}, dict(causal="top_left"), dict(causal="top_left", window=(512, None))):
-                        asked = Problem.from_shape((1, heads, heads, length, length, head_dim), dtype, **rules)
-                        for problem in (asked, replace_refusal(asked)):
-                            tile = plan(problem, arch, name).tile
-                            chosen.add(backend.forward.index(tile))  # type: ignore[arg-type]
-    assert [row_id(Row(name, i)) for i in range(len(backend.forward)) if i not in chosen] == []
+                        asked = Problem.from_shape((1, heads, heads, length, length, *dims), dtype, **rules)
+                        for problem in (asked, replace_refusal(asked), masked(asked), replace_refusal(masked(asked))):
+                            chosen.add(select_tile(backend, problem, arch)[0])
+    assert [row_id(Row(name, i)) for i, tile in enumerate(backend.forward) if tile not in chosen] == []
 
 
 @dataclass(frozen=True)
@@ -162,11 +186,30 @@ class Condition:
     shape: tuple[int, ...] = (1, 2, 2, 300, 300, 64)
     dtype: str = "fp16"
     causal: str | None = None
+    features: dict[str, Any] = field(default_factory=dict)
     words: str | None = None  # of the refusal
 
 
+PACKED = dict(cu_seqlens_q=torch.tensor([0, 9, 300]), cu_seqlens_k=torch.tensor([0, 9, 300]))  # 300 // 64 + 2 + 1 slots
 CONDITIONS = (
     Condition("none", When()),
+    Condition("usual head dims", When(), (1, 2, 2, 8, 8, 256)),
+    Condition("no usual head dim", When(), (1, 2, 2, 8, 8, 257), words="for head dims to 256, got 257"),
+    Condition("no usual head dim of v", When(), (1, 2, 2, 8, 8, 64, 300), words="for head dims to 256, got 300"),
+    Condition("large heads", When(max_head_dim=576), (1, 2, 2, 8, 8, 576, 512)),
+    Condition("head dim of v inside", When(max_v_head_dim=64), (1, 2, 2, 300, 300, 128, 64)),
+    Condition("head dim of v outside", When(max_v_head_dim=64), (1, 2, 2, 300, 300, 64, 72),
+              words="for head dims of v to 64, got 72"),
+    Condition("plain", When(plain=True)),
+    Condition("not plain", When(plain=True), features=dict(attn_mask=torch.ones(300) > 0), words="for plain problems"),
+    Condition("modified", When(plain=True), features=dict(softcap=1.0), words="for plain problems"),
+    Condition("too plain", When(plain=False), words="for masks, mods, dropout and packed sequences"),
+    Condition("sinks are plain", When(plain=True), features=dict(sinks=torch.zeros(2))),
+    Condition("window inside", When(window=True), features=dict(window=(3, None))),
+    Condition("window outside", When(window=True), words="for windows"),
+    Condition("window unwanted", When(window=False), features=dict(window=(3, None)),
+              words="for problems without a left bound"),
+    Condition("a window that hides nothing is none", When(window=False), features=dict(window=(299, None))),
     Condition("head dim inside", When(max_head_dim=64)),
     Condition("head dim outside", When(max_head_dim=63), words="for head dims to 63, got 64"),
     Condition(
@@ -179,14 +222,16 @@ CONDITIONS = (
     Condition("not full", When(causal=False), causal="top_left", words="for problems without a right bound"),
     Condition("programs enough", When(min_programs=1.0)),
     Condition("programs short", When(min_programs=1.25), words="for 1.25 programs per multiprocessor and more, got 10"),
-)
+    Condition("packed rows: a slot more per sequence", When(min_programs=1.5), features=PACKED,
+              words="for 1.5 programs per multiprocessor and more, got 14"),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CONDITIONS, ids=lambda case: case.id)
 def test_condition_of_a_row(case: Condition) -> None:
     """block_m 64 on a GPU of 10 multiprocessors: 2 heads of 5 tiles are 10 programs."""
     arch = Arch("sm_80", "nvidia", "mma", 10, 1 << 16)
-    problem = Problem.from_shape(case.shape, case.dtype, causal=case.causal)
+    problem = Problem.from_shape(case.shape, case.dtype, causal=case.causal, **case.features)
     got = case.when.refusal(problem, arch, 64)
     assert got is None if case.words is None else got is not None and got.startswith(case.words)
 

@@ -11,8 +11,8 @@ import torch
 
 from lazymax import arch as arches
 from lazymax.arch import Arch
-from lazymax.backends import registry
-from lazymax.dispatch import Explanation, Plan, plan
+from lazymax.backends import Tile, registry
+from lazymax.dispatch import Explanation, Plan, lists_blocks, plan
 from lazymax.problem import Problem
 
 SHAPE = (1, 4, 2, 300, 300, 128)
@@ -105,12 +105,16 @@ REFUSALS = (
     Refusal("no Triton", "no module named triton", replace(H, triton=None)),
     Refusal("old Triton", "Triton 3.5.1 is older than 3.6.0", replace(H, triton="3.5.1")),
     Refusal("float64", "float64 goes to the reference", H, dtype="fp64"),
-    Refusal("head dim 257", "head dim of q and k is 257, the kernel takes 1 to 256", H, (1, 1, 1, 8, 8, 257)),
-    Refusal("head dim of v 300", "head dim of v is 300", H, (1, 1, 1, 8, 8, 64, 300)),
-    Refusal("head dim 0", "head dim of q and k is 0", H, (1, 1, 1, 8, 8, 0, 8)),
-    Refusal("mask", "a dense mask is not in the Triton kernel yet", H, change=(("mask", "bool"),)),
-    Refusal("dropout", "dropout is not in the Triton kernel yet", H, change=(("dropout_p", 0.1),)),
-)
+    Refusal("head dim 577", "head dim of q and k: the kernel takes 1 to 576, got 577", H, (1, 1, 1, 8, 8, 577)),
+    Refusal("head dim of v 513", "head dim of v: the kernel takes 1 to 512, got 513", H, (1, 1, 1, 8, 8, 64, 513)),
+    Refusal("head dim 0", "head dim of q and k: the kernel takes 1 to 576, got 0", H, (1, 1, 1, 8, 8, 0, 8)),
+    Refusal("head dim of v 0", "head dim of v: the kernel takes 1 to 512, got 0", H, (1, 1, 1, 8, 8, 8, 0)),
+    *(
+        Refusal(f"batches beyond a launch, {name}", "dropout and mods count batch elements to 65535, got 65536", H,
+                (65536, 1, 1, 8, 8, 8), change=((name, value),))
+        for name, value in (("dropout_p", 0.1), ("score_mod", "any"), ("mask_mod", "any"))
+    ),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSALS, ids=lambda case: case.id)
@@ -133,13 +137,91 @@ class Edge:
     shape: tuple[int, ...]
 
 
-EDGES = (Edge("D=1", (1, 1, 1, 8, 8, 1)), Edge("D=256", (1, 1, 1, 8, 8, 256)), Edge("Dv=1", (1, 1, 1, 8, 8, 256, 1)))
+EDGES = (
+    Edge("D=1", (1, 1, 1, 8, 8, 1)),
+    Edge("D=256", (1, 1, 1, 8, 8, 256)),
+    Edge("Dv=1", (1, 1, 1, 8, 8, 256, 1)),
+    Edge("D=257", (1, 1, 1, 8, 8, 257)),
+    Edge("D=576, Dv=512", (1, 1, 1, 8, 8, 576, 512)),
+    Edge("Dv=512", (1, 1, 1, 8, 8, 1, 512)),
+)
 
 
 @pytest.mark.parametrize("case", EDGES, ids=lambda case: case.id)
 @pytest.mark.parametrize("name", GPUS)
 def test_the_ends_of_the_head_dims_are_inside(case: Edge, name: str) -> None:
     assert plan(problem(case.shape), on(name)).route == "triton"
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "bool mask": dict(mask="bool", mask_varies=(True, False, False, True)),
+    "float mask": dict(mask="float32", mask_varies=(True, True, True, True)),
+    "softcap": dict(softcap=30.0),
+    "ALiBi": dict(alibi=True),
+    "sinks": dict(sinks=True),
+    "score_mod": dict(score_mod="any"),
+    "mask_mod": dict(mask_mod="any"),
+    "dropout": dict(dropout_p=0.1),
+    "seqlens_k": dict(seqlens_k=True),
+    "packed": dict(packed=(300, 300)),
+    "batches beyond a launch": dict(batch=65536),
+    "batches beyond a launch, masked": dict(batch=65536, mask="bool", sinks=True, seqlens_k=True),
+    "many sequences": dict(batch=60000, packed=(300, 300), dropout_p=0.1, mask_mod="any"),
+}
+FEATURES["all at once"] = {n: v for feature in list(FEATURES.values())[:9] for n, v in feature.items()}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("change", FEATURES.values(), ids=FEATURES)
+def test_the_kernel_takes_every_feature_on_every_gpu(change: dict[str, Any], dtype: str) -> None:
+    for name in GPUS:
+        for shape in (SHAPE, (2, 8, 8, 4096, 4096, 64), (1, 1, 1, 1, 1, 576, 512)):
+            chosen = plan(replace(problem(shape, dtype), **change), on(name))
+            assert chosen.route == "triton", (name, shape, chosen.reason)
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Whether the key blocks are listed before the forward, for a row of 64 queries and 64 keys."""
+
+    id: str
+    change: dict[str, Any]
+    words: str | None
+    kv_len: int = 300
+
+
+def bool_mask(pattern: str, **more: Any) -> dict[str, Any]:
+    """ "b.qk": the mask varies over batch, query and key."""
+    return dict(mask="bool", mask_varies=tuple(letter != "." for letter in pattern), **more)
+
+
+SAME = "the bool mask is the same for all heads"
+LISTED = (
+    Listed("plain", {}, None),
+    Listed("mask_mod", dict(mask_mod="any"), "mask_mod is known by position"),
+    Listed("mask_mod, few keys", dict(mask_mod="any"), None, 128),
+    Listed("mask_mod, three blocks", dict(mask_mod="any"), "mask_mod is known by position", 129),
+    Listed("padding", bool_mask("b..k"), SAME),
+    Listed("padding, one head", bool_mask("b..k", q_heads=1, kv_heads=1), SAME),
+    Listed("padding, few keys", bool_mask("b..k"), None, 128),
+    Listed("mask, many heads", bool_mask("..qk"), SAME),
+    Listed("mask, few heads: the list costs as much", bool_mask("..qk", q_heads=2, kv_heads=2), None),
+    Listed("mask of heads", bool_mask(".hqk"), None),
+    Listed("float mask", {**bool_mask("..qk"), "mask": "float32"}, None),
+    Listed("dropout", dict(dropout_p=0.5), None),
+    Listed("both", bool_mask(".hqk", mask_mod="any"), "mask_mod is known by position"),
+)
+
+
+@pytest.mark.parametrize("case", LISTED, ids=lambda case: case.id)
+def test_when_key_blocks_are_listed_first(case: Listed) -> None:
+    row = Tile(block_m=64, block_n=64, num_warps=4, num_stages=1, reason="test", provenance="test")
+    asked = replace(problem((1, 4, 2, 300, case.kv_len, 64)), **case.change)
+    assert lists_blocks(asked, row) == case.words
+    chosen = plan(replace(asked, kv_len=4096), on("sm_90"))
+    wanted = case.words is not None or "few keys" in case.id
+    assert chosen.listed is wanted
+    assert any("key blocks that no pair needs are skipped" in note for note in chosen.notes) is wanted
 
 
 @dataclass(frozen=True)
@@ -291,9 +373,22 @@ def test_explanation_as_text_and_json() -> None:
         *(f"refused   {r.candidate}: {r.reason}" for r in chosen.rejected),
     ):
         assert words in text
+    assert all(word not in text for word in ("mask", "softcap", "ALiBi", "sinks", "dropout", "packed", "seqlens"))
     data = json.loads(explanation.to_json())
     assert set(data) == {"problem", "arch", "plan"}
     assert data["problem"]["window"] == [7, None] and data["problem"]["kv_len"] == 40
     assert data["arch"]["id"] == "sm_90"
     assert data["plan"]["tile"]["block_m"] == chosen.tile.block_m
     assert len(data["plan"]["rejected"]) == len(chosen.rejected)
+
+
+def test_explanation_of_features() -> None:
+    asked = replace(problem(), **FEATURES["all at once"])
+    words = (
+        "seqlens_k, mask float32, softcap 30, ALiBi, sinks, score_mod any, mask_mod any, dropout 0.1\n",
+        "note      key blocks that no pair needs are skipped: listed first, for mask_mod is known by position\n",
+    )
+    text = str(Explanation(asked, on("sm_90"), plan(asked, on("sm_90"))))
+    assert all(line in text for line in words), text
+    asked = replace(problem(), batch=3, packed=(300, 310))
+    assert "D=128, packed, 300 and 310 rows\n" in str(Explanation(asked, H, plan(asked, H)))

@@ -1,5 +1,5 @@
-"""Every feature of the portable forward, alone and in pairs, against float64; what masked keys must not do, and what must
-not change a result. Random mixtures are in test_fuzz.py, packed sequences in test_varlen.py."""
+"""Every feature of the portable forward, alone and in pairs, against float64; what masked keys must not do, and what
+must not change a result. Random mixtures are in test_fuzz.py, packed sequences in test_varlen.py."""
 
 import itertools
 import math
@@ -261,12 +261,12 @@ def test_alone(case, device):
     check(case, device)
 
 
-ROWS = (FLAT, TALL, LARGE)
+ROWS = ((FLAT, FP16), (TALL, BF16), (LARGE, FP32))
 
 
 @cases(
-    [Case((name,), row=row, dtype=dtype) for name in FEATURES for row, dtype in zip(ROWS, (FP16, BF16, FP32))],
-    [Case((name,), row=row, listed=True, dtype=BF16) for name in CHOOSING for row in ROWS],
+    [Case((name,), row=row, dtype=dtype) for name in FEATURES for row, dtype in ROWS],
+    [Case((name,), row=row, dtype=BF16, listed=True) for name in CHOOSING for row, _ in ROWS],
 )
 def test_tiles_and_dtypes(case, device):
     check(case, device)
@@ -600,7 +600,6 @@ def test_broadcast_masks_are_not_materialised(dims, to, dtype, device):
     q, k, v = testing.make_qkv(2, 4, 4, 70, 80, 16, device=device)
     extras, rules = parse_options(q, attn_mask=mask)
     problem = Problem.from_tensors(q, k, v, extras, rules)
-    assert problem.mask_varies == tuple(n > 1 and s != 0 for n, s in zip(extras.mask.shape, extras.mask.stride()))
     ready = launch.ForwardLaunch.prepare(problem, dispatch.plan(problem, arches.of(q.device)))
     modifiers = next(
         x for x in ready.arguments(q, k, v, torch.empty_like(q), q.new_empty(0), extras) if hasattr(x, "mask")
@@ -774,11 +773,8 @@ def test_split_head_dims_multiply_no_more_than_the_next_multiple_of_16():
 
 
 def test_split_head_dims_where_tiles_have_64_columns():
-    """wgmma and tcgen05: 160 and 192 take 192 columns instead of 256; 80 and 96 take 128."""
-    assert {dim: columns(dim, 64) for dim in (40, 64, 72, 80, 96, 128, 160, 192, 256)} == {
-        40: 64, 64: 64, 72: 128, 80: 128, 96: 128, 128: 128, 160: 192, 192: 192, 256: 256,
-    }  # fmt: skip
-    assert columns(320, 64) == 320 and columns(576, 64) == 576
+    """wgmma and tcgen05: the same, for a narrow tile may follow one of 64 columns, but nothing is below 64."""
+    assert [dim for dim in range(1, 577) if columns(dim, 64) != max(64, columns(dim, 16))] == []
 
 
 @pytest.mark.parametrize("least", [16, 64])
@@ -786,7 +782,8 @@ def test_pieces_cover_the_head_dim_in_powers_of_two(least):
     for dim in range(1, 577):
         found = pieces(dim, least)
         assert len(found) <= 2 and found[0][0] == 0
-        assert all(cols >= least and cols & (cols - 1) == 0 for _, cols in found)
+        assert all(cols & (cols - 1) == 0 for _, cols in found)
+        assert found[0][1] >= least and found[-1][1] >= 16
         assert [first for first, _ in found[1:]] == [found[0][1]][: len(found) - 1]
         assert found[-1][0] < dim <= sum(found[-1])
         assert columns(dim, least) <= max(least, triton.next_power_of_2(dim))

@@ -209,9 +209,7 @@ INSIDE = pytest.mark.xfail(
 
 
 @pytest.mark.parametrize(
-    "case",
-    [*OPS[:5], *WITH_EXTRAS[:-1], pytest.param(WITH_EXTRAS[-1], marks=INSIDE)],
-    ids=lambda case: getattr(case, "id", None),
+    "case", [*OPS[:5], *WITH_EXTRAS[:-1], pytest.param(WITH_EXTRAS[-1], marks=INSIDE)], ids=lambda case: case.id
 )
 def test_opcheck_of_the_backward(case: Op, device: str) -> None:
     q, k, v = case.qkv(device)

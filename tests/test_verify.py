@@ -4,14 +4,18 @@ import contextvars
 import threading
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 import lazymax
 from lazymax import ops, verify
 from lazymax.compat.tritons import triton_version
+from lazymax.extras import Extras
 from lazymax.kernels.launch import ForwardLaunch
 from lazymax.testing import EPS, make_qkv, within_budget
 from lazymax.verify import SHAPES, run_matrix
@@ -30,8 +34,8 @@ def sabotage(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     launches: list[int] = []
     real = ForwardLaunch.__call__
 
-    def launch(self: Any, q: Any, k: Any, v: Any, out: Any, lse: Any) -> None:
-        real(self, q, k, v, out, lse)
+    def launch(self: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, extras: Any) -> None:
+        real(self, q, k, v, out, lse, extras)
         out[AT] += 0.125
         launches.append(1)
 
@@ -73,8 +77,8 @@ def test_a_wrong_element_raises_and_is_named(qkv: Any, sabotage: list[int]) -> N
 def test_a_wrong_lse_raises(qkv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     real = ForwardLaunch.__call__
 
-    def launch(self: Any, q: Any, k: Any, v: Any, out: Any, lse: Any) -> None:
-        real(self, q, k, v, out, lse)
+    def launch(self: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, extras: Any) -> None:
+        real(self, q, k, v, out, lse, extras)
         lse[0, 1, 3] *= 1.4426950408889634  # base 2
 
     monkeypatch.setattr(ops, "_decided", {})
@@ -88,7 +92,7 @@ def test_a_wrong_lse_raises(qkv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_output_that_was_not_written_raises(qkv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "_decided", {})
-    monkeypatch.setattr(ForwardLaunch, "__call__", lambda self, q, k, v, out, lse: out.fill_(float("nan")))
+    monkeypatch.setattr(ForwardLaunch, "__call__", lambda self, q, k, v, out, lse, extras: out.fill_(float("nan")))
     with pytest.raises(lazymax.VerificationError, match="error inf"), lazymax.verification():
         lazymax.attention(*qkv)
 
@@ -115,6 +119,101 @@ def test_each_block_warns_for_itself(qkv: Any, sabotage: list[int]) -> None:
     for _ in range(2):
         with pytest.warns(RuntimeWarning, match="left the error budget"), lazymax.verification(on_mismatch="fallback"):
             lazymax.attention(*qkv)
+
+
+@pytest.fixture
+def unheeding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel computes another call than was asked for: masks, sinks and seeds of zeros, lengths one short."""
+    real = ForwardLaunch.__call__
+
+    def launch(self: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, extras: Extras) -> None:
+        kept = {name: t for name, t in extras._asdict().items() if isinstance(t, torch.Tensor)}
+        changed = {name: t - 1 if "seqlens" in name else torch.zeros_like(t) for name, t in kept.items()}
+        args = tuple(t * 2 for t in extras.score_args)
+        real(self, q, k, v, out, lse, extras._replace(**changed, score_args=args))
+
+    monkeypatch.setattr(ops, "_decided", {})
+    monkeypatch.setattr(ForwardLaunch, "__call__", launch)
+
+
+@triton.jit
+def _weigh(score, b, h, q_idx, k_idx, weight):
+    return score * tl.load(weight + h)
+
+
+lazymax.register_score_mod(
+    "test_verify.weigh", _weigh, reference=lambda score, b, h, q_idx, k_idx, weight: score * weight[h]
+)
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "bool mask": dict(attn_mask=torch.arange(23) % 3 != 1),
+    "float mask": dict(attn_mask=torch.linspace(-2, 2, 19)[:, None] * torch.linspace(-1, 1, 23)),
+    "slopes": dict(alibi_slopes=torch.tensor([0.25, 0.5])),
+    "sinks": dict(sinks=torch.tensor([1.0, 2.0])),
+    "lengths": dict(seqlens_k=torch.tensor([9])),
+    "dropout": dict(dropout_p=0.3, dropout_seed=torch.tensor([5])),
+    "score_mod": dict(score_mod="test_verify.weigh", score_mod_args=(torch.tensor([0.5, 1.0]),)),
+}
+
+
+def moved(value: Any, device: str) -> Any:
+    """Options of a call on the device."""
+    if isinstance(value, dict):
+        return {name: moved(item, device) for name, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(moved(item, device) for item in value)
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+@pytest.mark.parametrize("options", FEATURES.values(), ids=FEATURES)
+def test_features_are_checked(options: dict[str, Any], qkv: Any, device: str) -> None:
+    options = moved(options, device)
+    with lazymax.verification() as state:
+        lazymax.attention(*qkv, **options)
+    assert (state.checked, state.mismatches) == (1, [])
+
+
+@pytest.mark.parametrize("options", FEATURES.values(), ids=FEATURES)
+def test_a_kernel_that_does_not_heed_a_feature_is_found(
+    options: dict[str, Any], qkv: Any, device: str, unheeding: None
+) -> None:
+    options = moved(options, device)
+    with pytest.raises(lazymax.VerificationError, match="left the error budget"), lazymax.verification():
+        lazymax.attention(*qkv, **options)
+    with lazymax.verification(on_mismatch="fallback"), pytest.warns(RuntimeWarning):
+        got = lazymax.attention(*qkv, **options)
+    exact = lazymax.attention(*(t.double() for t in qkv), **options)
+    assert torch.equal(got, exact.half())
+
+
+@dataclass(frozen=True)
+class Offsets:
+    id: str
+    q: list[int]
+    k: list[int]
+    words: str | None
+
+
+OFFSETS = (
+    Offsets("right", [0, 3, 3, 19], [0, 20, 21, 23], None),
+    Offsets("rows behind the last", [0, 3, 4, 5], [0, 0, 1, 2], None),
+    Offsets("not from 0", [1, 3, 4, 5], [0, 0, 1, 2], r"cu_seqlens_q: got \[1, 3, 4, 5\], expected offsets that begin"),
+    Offsets("falling", [0, 3, 4, 5], [0, 3, 2, 5], r"cu_seqlens_k: got \[0, 3, 2, 5\], expected .* rise to 23 at most"),
+    Offsets("beyond the rows", [0, 3, 4, 20], [0, 3, 4, 5], r"cu_seqlens_q: got .* rise to 19 at most"),
+)
+
+
+@pytest.mark.parametrize("case", OFFSETS, ids=lambda case: case.id)
+def test_offsets_of_packed_sequences_are_read(case: Offsets, qkv: Any, device: str) -> None:
+    packed = [t[0].transpose(0, 1) for t in qkv]
+    offsets = [torch.tensor(ends, dtype=torch.int32, device=device) for ends in (case.q, case.k)]
+    if case.words is None:
+        with lazymax.verification() as state:
+            lazymax.attention_varlen(*packed, *offsets)
+        assert state.checked == 1
+        return
+    with pytest.raises(ValueError, match=case.words), lazymax.verification():
+        lazymax.attention_varlen(*packed, *offsets)
 
 
 def test_without_a_block_nothing_is_checked(qkv: Any, sabotage: list[int]) -> None:

@@ -83,6 +83,7 @@ def _parser() -> Parser:
     compile = commands.add_parser("compile", help="compile every tile row of a GPU, without the GPU")
     compile.add_argument("--arch", required=True, help="such as gfx1151, sm_90, sm_100")
     compile.add_argument("--dtype", default="bf16,fp32", help="comma list; default: bf16,fp32")
+    compile.add_argument("--features", action="store_true", help="the builds with masks, mods and the like, bf16 only")
     compile.add_argument("--json", action="store_true")
     compile.set_defaults(run=_compile)
     return parser
@@ -144,9 +145,10 @@ def _compile(options: argparse.Namespace) -> int:
         raise UsageError(f"compile: {fault}")
     if tritons.interpreting():
         raise UsageError("compile: TRITON_INTERPRET is set, so Triton would not compile; unset it")
-    from .compiling import compile_arch
+    from .compiling import compile_arch, compile_features
 
-    reports = list(progress(compile_arch(arch, dtypes), f"compile {arch.id}"))
+    found = compile_features(arch) if options.features else compile_arch(arch, dtypes)
+    reports = list(progress(found, f"compile {arch.id}"))
     bad = [report for report in reports if not report.ok]
     if options.json:
         print(json.dumps([report.as_dict() for report in reports], indent=2))

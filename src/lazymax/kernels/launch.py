@@ -19,7 +19,7 @@ from ..problem import Problem
 from . import blocks
 from .forward import Config, attention_forward
 from .memory import View
-from .scores import Mask, Modifiers
+from .scores import Modifiers
 from .sequences import Lengths
 
 MAX_GRID = 65535  # of the second and third dimension of a grid, on CUDA and HIP
@@ -207,10 +207,9 @@ class ForwardLaunch:
 
     def _modifiers(self, extras: Extras) -> Modifiers:
         p = self.problem
-        mask = None
-        if extras.mask is not None:
-            steps = (s if n > 1 else 0 for n, s in zip(extras.mask.shape, extras.mask.stride(), strict=True))
-            mask = Mask(extras.mask, *steps)
+        mask, steps = extras.mask, [0, 0, 0, 0]
+        if mask is not None:
+            steps = [stride if size > 1 else 0 for size, stride in zip(mask.shape, mask.stride(), strict=True)]
         keep = 1.0 - p.dropout_p
         return Modifiers(
             p.scale if p.modified else None,
@@ -218,6 +217,7 @@ class ForwardLaunch:
             p.softcap or None,
             *_per_head(extras.alibi_slopes),
             mask,
+            *steps,
             tuple(extras.score_args),
             tuple(extras.mask_args),
             *_per_head(extras.sinks),

@@ -13,16 +13,6 @@ from . import masking
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-class Mask(NamedTuple):
-    """A dense mask (batch, head, query, key); stride 0 where it is the same for all."""
-
-    ptr: Any
-    batch_stride: Any
-    head_stride: Any
-    row_stride: Any
-    col_stride: Any
-
-
 class Modifiers(NamedTuple):
     """Arguments of the features that change scores, None or empty where the problem lacks one."""
 
@@ -31,7 +21,11 @@ class Modifiers(NamedTuple):
     softcap: Any = None
     slopes: Any = None  # of ALiBi
     slopes_batch_stride: Any = 0
-    mask: Any = None  # a `Mask`
+    mask: Any = None  # dense, (batch, head, query, key); stride 0 where it is the same for all
+    mask_batch_stride: Any = 0
+    mask_head_stride: Any = 0
+    mask_row_stride: Any = 0
+    mask_col_stride: Any = 0
     score_args: Any = ()
     mask_args: Any = ()
     sinks: Any = None
@@ -65,23 +59,23 @@ class Place(NamedTuple):
 
 
 @triton.jit
-def mask_tile(mask, span, place, config):
+def mask_tile(modifiers, span, place, config):
     """The mask at a tile's positions, (rows, cols), (rows, 1) or (1, cols): dimensions of stride 0 are read once."""
-    pointers = mask.ptr + tl.cast(span.slab, tl.int64) * mask.batch_stride
-    pointers += tl.cast(place.head, tl.int64) * mask.head_stride
+    pointers = modifiers.mask + tl.cast(span.slab, tl.int64) * modifiers.mask_batch_stride
+    pointers += tl.cast(place.head, tl.int64) * modifiers.mask_head_stride
     # From the tile's first row and column, so that 32 bits do for the offsets inside it, unless WIDE.
     if config.MASK_ROWS:
         row = place.rows - place.first_row
         if config.WIDE:
             row = row.to(tl.int64)
-        pointers += tl.cast(place.first_row, tl.int64) * mask.row_stride
-        pointers = pointers + (row * mask.row_stride)[:, None]
+        pointers += tl.cast(place.first_row, tl.int64) * modifiers.mask_row_stride
+        pointers = pointers + (row * modifiers.mask_row_stride)[:, None]
     if config.MASK_COLS:
         col = place.cols - place.first_col
         if config.WIDE:
             col = col.to(tl.int64)
-        pointers = pointers + tl.cast(place.first_col, tl.int64) * mask.col_stride
-        pointers = pointers + (col * mask.col_stride)[None, :]
+        pointers = pointers + tl.cast(place.first_col, tl.int64) * modifiers.mask_col_stride
+        pointers = pointers + (col * modifiers.mask_col_stride)[None, :]
     if not config.MASK_ROWS and not config.MASK_COLS:
         pointers = pointers + tl.zeros([1, 1], tl.int32)
     return tl.load(pointers)
@@ -98,7 +92,7 @@ def modify(s, modifiers, span, place, config):
         distance = tl.abs((place.rows + span.shift)[:, None] - place.cols[None, :])
         s -= slope * distance.to(tl.float32)
     if config.FLOAT_MASK:
-        s += mask_tile(modifiers.mask, span, place, config).to(tl.float32)
+        s += mask_tile(modifiers, span, place, config).to(tl.float32)
     if config.SCORE_MOD is not None:
         s = config.SCORE_MOD(s, span.batch, place.head, place.rows[:, None], place.cols[None, :],
                              *modifiers.score_args).to(tl.float32)
@@ -111,9 +105,9 @@ def allowed(modifiers, span, place, config):
     if config.MASK_MOD is not None:
         keep = config.MASK_MOD(span.batch, place.head, place.rows[:, None], place.cols[None, :], *modifiers.mask_args)
         if config.BOOL_MASK:
-            keep = keep & (mask_tile(modifiers.mask, span, place, config) != 0)
+            keep = keep & (mask_tile(modifiers, span, place, config) != 0)
     else:
-        keep = mask_tile(modifiers.mask, span, place, config) != 0
+        keep = mask_tile(modifiers, span, place, config) != 0
     return keep
 
 

@@ -59,7 +59,7 @@ BACKEND = Backend(
         ),
         Tile(
             block_m=128, block_n=128, num_warps=8, num_stages=2, descriptors=True,
-            when=When(max_head_dim=192, max_v_head_dim=128, dtypes=HALF, min_programs=0.5),
+            when=When(max_head_dim=192, max_v_head_dim=128, dtypes=HALF, plain=True, min_programs=0.5),
             reason="D=192 over values of 128 columns (MLA)", provenance=f"{MEASURED}: best of 4 at 192/128",
         ),
         Tile(

@@ -1,0 +1,52 @@
+"""What features add to the kernel compiles for GPUs that are not there, with the checks of tests/test_compiling.py: the
+matrix instruction is in the loop, shared memory fits, and a row called tuned does not spill. A sample in CI; `--slow`
+takes every feature, as `lazymax compile --arch A --features` does."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+ARCHS = ("gfx1151", "sm_90", "sm_100")
+SAMPLE = {  # what takes most registers, and each kind of argument once
+    "gfx1151": ["bool mask", "packed, causal", "mask_mod", "all at once"],
+    "sm_90": ["float mask, causal", "dropout", "sinks, window", "all at once"],
+    "sm_100": ["key padding", "softcap", "score_mod", "all at once"],
+}
+CODE = """
+import json, sys
+from lazymax import arch, compiling
+names, dims = json.loads(sys.argv[2]), json.loads(sys.argv[3])
+reports = compiling.compile_features(arch.by_name(sys.argv[1]), names, [tuple(pair) for pair in dims])
+print(json.dumps([report.as_dict() for report in reports]))
+"""
+
+
+def compiled(arch, names, dims, env):
+    """Reports from a fresh process without the interpreter."""
+    process = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", CODE, arch, json.dumps(names), json.dumps(dims)],
+        capture_output=True, text=True, env=env, check=False,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+def check(reports):
+    for report in reports:
+        assert report["ok"] and report["in_loop"], report
+        assert report["problem"].startswith("bfloat16 D="), report
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_sample(arch, clean_env):
+    reports = compiled(arch, SAMPLE[arch], [(64, 64), (192, 128)], clean_env)
+    assert len(reports) == 2 * len(SAMPLE[arch])
+    check(reports)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
+def test_all(arch, clean_env):
+    check(compiled(arch, None, [(64, 64), (128, 128), (96, 96), (192, 128)], clean_env))
