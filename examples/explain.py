@@ -15,11 +15,13 @@ for arch in ("gfx1151", "sm_90", "sm_100"):
     lazymax.explain(shape=(1, 32, 8, 4096, 4096, 128), dtype="bf16", causal="top_left", arch=arch)
     print()
 
-# A dense mask is not in the Triton kernel yet: the plan says so.
+# The kernel takes every feature; float64 it does not: the plan says so.
 masked = lazymax.explain(
     shape=(1, 8, 8, 100, 100, 64), dtype="fp16", arch="sm_90", attn_mask=torch.ones(100, 100, dtype=torch.bool)
 )
-assert masked.plan.route == "reference"
+assert masked.plan.route == "triton"
+print()
+assert lazymax.explain(shape=(1, 8, 8, 100, 100, 64), dtype="fp64", arch="sm_90").plan.route == "reference"
 print()
 
 # For a call on this machine: hand over the tensors of the call. `plan` is what the call then takes.

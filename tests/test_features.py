@@ -168,13 +168,14 @@ CHOOSING = [name for name in FEATURES if name.startswith(("bool mask", "mask_mod
 
 @dataclass(frozen=True)
 class Case:
-    """One problem: the features by name, and rules. heads: (Hq, Hkv); dims: (D, D_v)."""
+    """One problem: the features by name, and rules. heads: (Hq, Hkv); dims: (D, D_v). Small, for the interpreter takes 50
+    ms for a program of a few blocks."""
 
     features: tuple[str, ...]
-    q_len: int = 35
-    kv_len: int = 50
+    q_len: int = 20
+    kv_len: int = 35
     batch: int = 2
-    heads: tuple[int, int] = (2, 1)
+    heads: tuple[int, int] = (1, 1)
     dims: tuple[int, int] = (16, 16)
     dtype: torch.dtype = FP16
     rules: dict[str, Any] = field(default_factory=dict)
@@ -253,22 +254,26 @@ def around(block: int) -> tuple[int, ...]:
 
 
 @cases(
-    [Case((name,), q, k) for name in FEATURES for q, k in itertools.product(around(16), around(16))],
-    [Case((name,), q, k, listed=True) for name in CHOOSING for q, k in itertools.product((1, 17, 35), around(16))],
+    [Case((name,), q, k, 1) for name in FEATURES for q, k in itertools.product(around(16), around(16))],
+    [Case((name,), q, k, 1, listed=True) for name in CHOOSING for q, k in itertools.product((1, 17, 35), (1, 17, 35))],
 )
 def test_alone(case, device):
     """At lengths around the tile, in both directions."""
     check(case, device)
 
 
-ROWS = ((FLAT, FP16), (TALL, BF16), (LARGE, FP32))
+# Round and round: every feature with one of them, every one with many features.
+ROWS = itertools.cycle(((FLAT, FP16), (TALL, BF16), (LARGE, FP32), (FLAT, FP32), (TALL, FP16), (LARGE, BF16)))
 
 
 @cases(
-    [Case((name,), row=row, dtype=dtype) for name in FEATURES for row, dtype in ROWS],
-    [Case((name,), row=row, dtype=BF16, listed=True) for name in CHOOSING for row, _ in ROWS],
+    [Case((name,), heads=(4, 2), dtype=dtype, row=row) for name, (row, dtype) in zip(FEATURES, ROWS, strict=False)],
+    [
+        Case((name,), heads=(2, 1), dtype=dtype, row=row, listed=True)
+        for name, (row, dtype) in zip(CHOOSING, ROWS, strict=False)
+    ],
 )
-def test_tiles_and_dtypes(case, device):
+def test_heads_tiles_and_dtypes(case, device):
     check(case, device)
 
 
@@ -289,7 +294,7 @@ EVERYTHING = (
 @cases(
     [Case(pair) for pair in PAIRS],
     [Case(pair, listed=True) for pair in PAIRS if set(pair) & set(CHOOSING)],
-    [Case(EVERYTHING, listed=listed, rules=dict(scale=-0.4, **rules), dims=(24, 40))
+    [Case(EVERYTHING, heads=(2, 1), listed=listed, rules=dict(scale=-0.4, **rules), dims=(24, 40))
      for listed in (False, True) for rules in ({}, dict(causal="bottom_right"), dict(window=(20, 3)))],
 )  # fmt: skip
 def test_together(case, device):
@@ -300,12 +305,13 @@ BANDS: tuple[dict[str, Any], ...] = (
     dict(causal="top_left"), dict(causal="bottom_right"), dict(window=(9, 4)),
     dict(window=(9, 4), window_align="bottom_right"), dict(scale=-0.7), dict(scale=0.0),
 )  # fmt: skip
+BANDED = ("bool mask", "float mask", "softcap", "ALiBi", "sinks", "lengths", "dropout", "score_mod", "mask_mod")
 
 
 @cases(
-    [Case((name,), rules=rules) for name in FEATURES for rules in BANDS if name != "ALiBi, bottom right"],
-    [Case((name,), 50, 35, rules=rules) for name in ("sinks", "lengths", "bool mask", "ALiBi") for rules in BANDS[:4]],
-    [Case((name,), rules=rules, listed=True) for name in CHOOSING[-3:] for rules in BANDS],
+    [Case((name,), batch=2 if name == "lengths" else 1, rules=rules) for name in BANDED for rules in BANDS],
+    [Case((name,), 35, 20, rules=rules) for name in ("sinks", "lengths", "bool mask", "ALiBi") for rules in BANDS[:4]],
+    [Case((name,), batch=1, rules=rules, listed=True) for name in ("bool mask", "mask_mod") for rules in BANDS],
 )
 def test_with_a_band_or_a_scale(case, device):
     check(case, device)
@@ -324,45 +330,42 @@ def test_split_head_dims_with(case, device):
 
 
 def _visible(o: Options) -> torch.Tensor:
-    """Of 35 queries the first 20, of those with a hole."""
-    rows = torch.arange(35, device=o.device)
-    return (rows < 20) & (rows != 7)
+    """Of 20 queries the first 12, of those all but one."""
+    rows = torch.arange(20, device=o.device)
+    return (rows < 12) & (rows != 7)
 
 
 EMPTY_ROWS: dict[str, Make] = {
-    "bool mask": lambda o: dict(attn_mask=_visible(o)[:, None].expand(35, 50).contiguous()),
+    "bool mask": lambda o: dict(attn_mask=_visible(o)[:, None].expand(20, 35).contiguous()),
     "bool mask of queries": lambda o: dict(attn_mask=_visible(o)[:, None]),
     "float mask": lambda o: dict(attn_mask=torch.where(_visible(o), 0.0, -INF)[:, None]),
-    "fp16 mask": lambda o: dict(attn_mask=torch.where(_visible(o), 0.0, -INF).half()[:, None].expand(35, 50).clone()),
-    "mask_mod": lambda o: dict(mask_mod="features.rows", mask_mod_args=(o.tensor(20),)),
-    "lengths": lambda o: dict(seqlens_k=o.tensor(0, 50)),
-    "lengths, causal": lambda o: dict(seqlens_k=o.tensor(0, 17), causal="bottom_right"),
+    "fp16 mask": lambda o: dict(attn_mask=torch.where(_visible(o), 0.0, -INF).half()[:, None].expand(20, 35).clone()),
+    "mask_mod": lambda o: dict(mask_mod="features.rows", mask_mod_args=(o.tensor(12),)),
+    "lengths": lambda o: dict(seqlens_k=o.tensor(0, 35)),
+    "lengths, causal": lambda o: dict(seqlens_k=o.tensor(0, 7), causal="bottom_right"),
     "lengths, window": lambda o: dict(seqlens_k=o.tensor(20, 3), window=(2, 2)),
-    "bool mask beside causal": lambda o: dict(attn_mask=torch.arange(50, device=o.device) >= 10, causal="top_left"),
+    "bool mask beside causal": lambda o: dict(attn_mask=torch.arange(35, device=o.device) >= 10, causal="top_left"),
     "bool mask beside a mask_mod": lambda o: dict(
-        attn_mask=torch.arange(50, device=o.device) >= 13, mask_mod="features.documents",
-        mask_mod_args=((torch.arange(50, device=o.device) + 3) // 16,),
+        attn_mask=torch.arange(35, device=o.device) >= 13, mask_mod="features.documents",
+        mask_mod_args=((torch.arange(35, device=o.device) + 3) // 16,),
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("more", [{}, dict(softcap=2.0), dict(dropout_p=0.5)], ids=["alone", "softcap", "dropout"])
-@pytest.mark.parametrize("listed", [False, True], ids=["", "listed"])
-@pytest.mark.parametrize("row", [SMALL, LARGE], ids=lambda row: f"{row.block_m}x{row.block_n}")
+@pytest.mark.parametrize("more", [{}, dict(softcap=2.0, dropout_p=0.5)], ids=["", "softcap-dropout"])
+@pytest.mark.parametrize("row, listed", [(SMALL, False), (LARGE, True)], ids=["16x16", "32x32-listed"])
 @pytest.mark.parametrize("name", EMPTY_ROWS)
 def test_rows_without_keys_are_0_and_minus_infinity(name, row, listed, more, device):
     """Exactly, and no others are."""
-    case = Case((name,))
-    q, k, v = case.qkv(device)
-    options = EMPTY_ROWS[name](Options(2, 2, 35, 50, device))
-    if listed and options.get("mask_mod") is None and getattr(options.get("attn_mask"), "dtype", None) != torch.bool:
-        pytest.skip("nothing to list by")
-    if "dropout_p" in more:
-        more = dict(dropout_p=0.5, dropout_seed=torch.tensor([3], device=device))
+    q, k, v = Case((name,)).qkv(device)
+    options = EMPTY_ROWS[name](Options(2, 1, 20, 35, device))
     extras, rules = parse_options(q, **options)
-    _, exact = reference.attention(q, k, v, Problem.from_tensors(q, k, v, extras, rules), extras=extras)
+    problem = Problem.from_tensors(q, k, v, extras, rules)
+    _, exact = reference.attention(q, k, v, problem, extras=extras)
     empty = exact == -INF
     assert empty.any() and not empty.all()
+    more = more | dict(dropout_seed=torch.tensor([3], device=device))
+    listed = listed and (problem.mask == "bool" or problem.mask_mod is not None)
     out, lse = by_row(row, q, k, v, listed=listed, **options, **more)
     assert (out[empty] == 0).all() and (lse[empty] == -INF).all() and lse[~empty].isfinite().all()
     assert_right(out, lse, q, k, v, **options, **more)
@@ -381,7 +384,7 @@ def test_sinks_of_rows_without_keys(device):
 
 # ---- values that must not be seen ----
 
-AT = 27
+AT = 19
 
 
 def _but_one(o: Options) -> torch.Tensor:
@@ -393,30 +396,29 @@ def _but_one(o: Options) -> torch.Tensor:
 
 EXCLUDING: dict[str, Make] = {
     "bool mask": lambda o: dict(attn_mask=_but_one(o)),
-    "bool mask of keys": lambda o: dict(attn_mask=torch.arange(50, device=o.device) != AT),
-    "lengths": lambda o: dict(seqlens_k=o.tensor(AT, AT)),
-    "lengths, causal": lambda o: dict(seqlens_k=o.tensor(AT, 9), causal="bottom_right"),
+    "bool mask of keys": lambda o: dict(attn_mask=torch.arange(35, device=o.device) != AT),
+    "lengths": lambda o: dict(seqlens_k=o.tensor(AT)),
+    "lengths, causal": lambda o: dict(seqlens_k=o.tensor(AT), causal="bottom_right"),
     "mask_mod": lambda o: dict(mask_mod="features.but", mask_mod_args=(o.tensor(AT),)),
     "mask_mod, causal": lambda o: dict(mask_mod="features.but", mask_mod_args=(o.tensor(AT),), causal="top_left"),
     "bool mask, mask_mod": lambda o: dict(
         attn_mask=_but_one(o), mask_mod="features.documents", mask_mod_args=(o.ids(),), window=(20, 20)
     ),
 }
-POISON = (("k", NAN), ("k", INF), ("v", NAN), ("v", INF), ("v", -INF), ("both", NAN))
+# where, what, and what else the call has: the softmax of modified scores is another one
+POISON = (
+    ("k", NAN, {}), ("k", INF, dict(softcap=2.0)), ("v", NAN, dict(softcap=2.0)), ("v", -INF, {}), ("both", NAN, {}),
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("where, value", POISON, ids=lambda x: str(x))
-@pytest.mark.parametrize("more", [{}, dict(softcap=2.0)], ids=["", "softcap"])
-@pytest.mark.parametrize(
-    "row, listed", [(SMALL, False), (LARGE, False), (FLAT, True)], ids=["16x16", "32x32", "listed"]
-)
+@pytest.mark.parametrize("where, value, more", POISON, ids=lambda x: ",".join(x) if isinstance(x, dict) else str(x))
+@pytest.mark.parametrize("row, listed", [(SMALL, False), (FLAT, True)], ids=["16x16", "16x32-listed"])
 @pytest.mark.parametrize("name", EXCLUDING)
-def test_b03_what_excluded_keys_hold_never_shows(name, row, listed, more, where, value, device):
+def test_b03_what_excluded_keys_hold_never_shows(name, row, listed, where, value, more, device):
     """Strict, for masks and mask_mods as for lengths: rows that do not see a key equal what they are without it."""
-    q, k, v = testing.make_qkv(2, 2, 1, 35, 50, 16, device=device)
-    options = EXCLUDING[name](Options(2, 2, 35, 50, device)) | more
-    if listed and "attn_mask" not in options and "mask_mod" not in options:
-        pytest.skip("nothing to list by")
+    q, k, v = Case((name,), batch=1).qkv(device)
+    options = EXCLUDING[name](Options(1, 1, 20, 35, device)) | more
+    listed = listed and ("attn_mask" in options or "mask_mod" in options)
     spoiled_k, spoiled_v = k.clone(), v.clone()
     keys = slice(AT, None) if "seqlens_k" in options else slice(AT, AT + 1)
     if where != "v":
@@ -450,14 +452,14 @@ def test_b03_what_excluded_keys_hold_never_shows(name, row, listed, more, where,
 def test_b02_float_masks_of_low_values(lowest, of, dtype, device):
     """Whole rows, rows from one key on, and blocks of keys that hold -inf, or the lowest number of the mask's dtype
     (that of fp32 at most: masks are added in fp32). A row of the lowest number is a row like any other."""
-    q, k, v = testing.make_qkv(1, 2, 1, 35, 50, 16, dtype=dtype, device=device)
+    q, k, v = testing.make_qkv(1, 1, 1, 20, 50, 16, dtype=dtype, device=device)
     value = -INF if lowest == "-inf" else max(torch.finfo(of).min, LOWEST)
-    mask = Options(1, 2, 35, 50, device).floats(dtype=of)
-    mask[..., 3:6, :], mask[..., 20, :], mask[..., 9, 20:], mask[..., 11:30, 16:48] = value, value, value, value
-    mask[:, 1, 25, :33] = value
+    mask = Options(1, 1, 20, 50, device).floats(dtype=of)
+    mask[..., 3:6, :], mask[..., 18, :], mask[..., 9, 20:], mask[..., 11:18, 16:48] = value, value, value, value
+    mask[..., 15, :33] = value
     out, lse = by_row(SMALL, q, k, v, attn_mask=mask)
     assert_right(out, lse, q, k, v, attn_mask=mask)
-    whole = lse[:, :, [3, 4, 5, 20]]
+    whole = lse[:, :, [3, 4, 5, 18]]
     if lowest == "-inf":
         assert (whole == -INF).all() and (out[:, :, 3:6] == 0).all()
     else:
@@ -495,13 +497,13 @@ def test_a_fp64_mask_below_fp32_masks(device):
 @pytest.mark.parametrize("more", [{}, dict(softcap=1.0), dict(causal="top_left")], ids=["", "softcap", "causal"])
 def test_nan_and_infinity_in_a_float_mask_propagate(more, device):
     """To the rows that see them. +inf is a score of +inf: NaN as well."""
-    q, k, v = testing.make_qkv(1, 1, 1, 35, 50, 16, device=device)
-    mask = Options(1, 1, 35, 50, device).floats()
-    mask[0, 0, 4, 2], mask[0, 0, 20, 18], mask[0, 0, 9, 49] = NAN, INF, NAN
+    q, k, v = Case((), batch=1).qkv(device)
+    mask = Options(1, 1, 20, 35, device).floats()
+    mask[0, 0, 4, 2], mask[0, 0, 18, 17], mask[0, 0, 9, 34] = NAN, INF, NAN
     out, lse = by_row(SMALL, q, k, v, attn_mask=mask, **more)
     assert_right(out, lse, q, k, v, attn_mask=mask, **more)
-    spoiled = [4, 20] if "causal" in more else [4, 9, 20]
-    rest = [row for row in range(35) if row not in spoiled]
+    spoiled = [4, 18] if "causal" in more else [4, 9, 18]
+    rest = [row for row in range(20) if row not in spoiled]
     assert out[:, :, spoiled].isnan().all() and lse[:, :, 4].isnan().all()
     assert out[:, :, rest].isfinite().all() and lse[:, :, rest].isfinite().all()
 
@@ -538,8 +540,8 @@ class Broadcast:
 BROADCASTS = (
     Broadcast("...k"), Broadcast("..q1"), Broadcast("..1k"), Broadcast("..qk"), Broadcast(".h11"), Broadcast(".hqk"),
     Broadcast(".h1k"), Broadcast("b111"), Broadcast("b11k"), Broadcast("b1qk"), Broadcast("1hqk"), Broadcast("1111"),
-    Broadcast("bhq1"), Broadcast("bhqk"), Broadcast("b11k", (-1, 4, 33, -1)), Broadcast("11qk", (2, 4, -1, -1)),
-    Broadcast("1h11", (2, -1, 33, 50)), Broadcast("bhq1", (-1, -1, -1, 50)), Broadcast("1111", (2, 4, 33, 50)),
+    Broadcast("bhq1"), Broadcast("bhqk"), Broadcast("b11k", (-1, 2, 17, -1)), Broadcast("11qk", (2, 2, -1, -1)),
+    Broadcast("1h11", (2, -1, 17, 20)), Broadcast("bhq1", (-1, -1, -1, 20)), Broadcast("1111", (2, 2, 17, 20)),
 )  # fmt: skip
 
 
@@ -547,11 +549,11 @@ BROADCASTS = (
 @pytest.mark.parametrize("case", BROADCASTS, ids=lambda case: case.id)
 def test_b60_masks_of_any_shape(case, kind, device):
     """Right-aligned broadcasting, by size 1 and by stride 0."""
-    o = Options(2, 4, 33, 50, device)
+    o = Options(2, 2, 17, 20, device)
     mask = o.floats(case.dims) if kind == "float" else o.bools(case.dims)
     mask = mask.expand(case.to) if mask.dim() == 4 else mask
-    q, k, v = testing.make_qkv(2, 4, 2, 33, 50, 16, device=device)
-    assert_right(*by_row(FLAT, q, k, v, attn_mask=mask, listed=kind == "listed"), q, k, v, attn_mask=mask)
+    q, k, v = testing.make_qkv(2, 2, 1, 17, 20, 16, device=device)
+    assert_right(*by_row(LARGE, q, k, v, attn_mask=mask, listed=kind == "listed"), q, k, v, attn_mask=mask)
 
 
 MASK_LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -567,10 +569,10 @@ MASK_LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("kind", ["bool", "listed", "float"])
 @pytest.mark.parametrize("layout", MASK_LAYOUTS)
 def test_masks_of_any_strides(layout, kind, device):
-    o = Options(2, 2, 35, 50, device)
+    o = Options(2, 2, 20, 35, device)
     mask = MASK_LAYOUTS[layout](o.floats() if kind == "float" else o.bools())
-    q, k, v = testing.make_qkv(2, 2, 2, 35, 50, 16, device=device)
-    assert_right(*by_row(SMALL, q, k, v, attn_mask=mask, listed=kind == "listed"), q, k, v, attn_mask=mask)
+    q, k, v = testing.make_qkv(2, 2, 2, 20, 35, 16, device=device)
+    assert_right(*by_row(LARGE, q, k, v, attn_mask=mask, listed=kind == "listed"), q, k, v, attn_mask=mask)
 
 
 class Largest(TorchDispatchMode):
@@ -590,14 +592,14 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, FP32], ids=["bool", "float"])
-@pytest.mark.parametrize("dims, to", [("b11k", (-1, 4, 70, -1)), ("...k", None), ("1111", (2, 4, 70, 80))],
+@pytest.mark.parametrize("dims, to", [("b11k", (-1, 2, 50, -1)), ("...k", None), ("1111", (2, 2, 50, 60))],
                          ids=["expanded keys", "keys", "expanded number"])  # fmt: skip
 def test_broadcast_masks_are_not_materialised(dims, to, dtype, device):
     """The kernel is given the mask's own memory and strides of 0, and nothing of the size of all scores is made."""
-    o = Options(2, 4, 70, 80, device)
+    o = Options(2, 2, 50, 60, device)
     mask = o.bools(dims) if dtype == torch.bool else o.floats(dims)
     mask = mask if to is None else mask.expand(to)
-    q, k, v = testing.make_qkv(2, 4, 4, 70, 80, 16, device=device)
+    q, k, v = testing.make_qkv(2, 2, 2, 50, 60, 16, device=device)
     extras, rules = parse_options(q, attn_mask=mask)
     problem = Problem.from_tensors(q, k, v, extras, rules)
     ready = launch.ForwardLaunch.prepare(problem, dispatch.plan(problem, arches.of(q.device)))
@@ -608,7 +610,7 @@ def test_broadcast_masks_are_not_materialised(dims, to, dtype, device):
     assert [s != 0 for s in modifiers.mask[1:]] == [d in "bhqk" for d in dims.replace(".", "1")]
     with Largest(mask) as largest:
         lazymax.attention(q, k, v, attn_mask=mask)
-    assert 0 < largest.elements < 2 * 4 * 70 * 80
+    assert 0 < largest.elements < 2 * 2 * 50 * 60
 
 
 # ---- one rule in four forms ----
@@ -625,15 +627,15 @@ FORMS: dict[str, Make] = {
 SAME_BITS = ("causal", "window", "window of all", "bool mask", "mask_mod")
 
 
-@pytest.mark.parametrize("row", [SMALL, FLAT, LARGE, TALL], ids=lambda row: f"{row.block_m}x{row.block_n}")
-@pytest.mark.parametrize("q_len, kv_len", [(50, 50), (35, 67), (67, 35)])
+@pytest.mark.parametrize("row", [SMALL, FLAT, TALL], ids=lambda row: f"{row.block_m}x{row.block_n}")
+@pytest.mark.parametrize("q_len, kv_len", [(35, 67), (67, 35)])
 def test_a_causal_problem_in_every_form(q_len, kv_len, row, device):
     """Within the budget of the causal problem, each. Bit by bit too, but for the float mask (whose scores go into the
     softmax in natural units), and but for lists of which a row of blocks has two that are partial (TALL: visited in
     another order). On a GPU only causal and window are one binary; the bits of the others are asserted where the
     interpreter makes each operation the same."""
-    q, k, v = testing.make_qkv(1, 2, 1, q_len, kv_len, 16, device=device)
-    o = Options(1, 2, q_len, kv_len, device)
+    q, k, v = testing.make_qkv(1, 1, 1, q_len, kv_len, 16, device=device)
+    o = Options(1, 1, q_len, kv_len, device)
     want, want_lse = by_row(row, q, k, v, causal="top_left")
     for name, make in FORMS.items():
         for listed in (False, True) if name in ("bool mask", "mask_mod") else (False,):
@@ -649,16 +651,16 @@ def test_a_causal_problem_in_every_form(q_len, kv_len, row, device):
 
 
 def one_hot(q_len: int, kv_len: int, device: str, heads: int = 2) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k, v of which the output is the probabilities."""
+    """q, k, v (two batch elements) of which the output is the probabilities."""
     q, k, _ = testing.make_qkv(2, heads, heads, q_len, kv_len, 16, dtype=FP32, device=device)
     return q, k, torch.eye(kv_len, device=device).expand(2, heads, kv_len, kv_len).contiguous()
 
 
 def test_what_dropout_keeps_does_not_depend_on_tiles(device):
     """It is what `testing.dropout_keep` says, exactly."""
-    q, k, v = one_hot(35, 50, device)
+    q, k, v = one_hot(20, 35, device)
     seed = torch.tensor([-(2**62) - 12345], device=device)
-    keep = testing.dropout_keep(seed, 2, 2, 35, 50, 0.3, device)
+    keep = testing.dropout_keep(seed, 2, 2, 20, 35, 0.3, device)
     for row in (SMALL, FLAT, TALL, LARGE, tile(64, 32), tile(16, 64)):
         options = dict(dropout_p=0.3, dropout_seed=seed)
         out, lse = by_row(row, q, k, v, **options)
@@ -703,7 +705,7 @@ def test_dropout_draws_its_seed_from_torchs_generator(device):
 
 
 def test_dropout_of_nothing_and_of_everything(device):
-    q, k, v = testing.make_qkv(2, 2, 1, 35, 50, 16, device=device)
+    q, k, v = testing.make_qkv(2, 2, 1, 20, 35, 16, device=device)
     plain, plain_lse = by_row(SMALL, q, k, v)
     out, lse = by_row(SMALL, q, k, v, dropout_p=0.0, dropout_seed=torch.tensor([1], device=device))
     assert torch.equal(out, plain) and torch.equal(lse, plain_lse)
@@ -717,7 +719,7 @@ def test_dropout_of_nothing_and_of_everything(device):
 @pytest.mark.parametrize("more", [{}, dict(softcap=2.0), dict(causal="bottom_right")], ids=["", "softcap", "causal"])
 def test_dropout_leaves_the_lse_alone(more, device):
     """Bit by bit in the interpreter, where both builds make the same operations."""
-    q, k, v = testing.make_qkv(2, 2, 1, 35, 50, 16, device=device)
+    q, k, v = testing.make_qkv(1, 2, 1, 20, 35, 16, device=device)
     _, plain = by_row(SMALL, q, k, v, **more)
     _, lse = by_row(SMALL, q, k, v, **more, dropout_p=0.7, dropout_seed=torch.tensor([1], device=device))
     assert torch.equal(lse, plain) if INTERPRETED else torch.allclose(lse, plain, atol=1e-5)
@@ -909,8 +911,8 @@ SPLIT: dict[str, Make] = {
 @pytest.mark.parametrize("name", SPLIT)
 def test_two_halves_merge_into_the_whole(name, at, device):
     """By their LSEs; one half may have no key at all. A sink goes to one of them."""
-    q, k, v = testing.make_qkv(2, 2, 1, 20, 50, 16, dtype=FP32, device=device)
-    options = SPLIT[name](Options(2, 2, 20, 50, device))
+    q, k, v = testing.make_qkv(1, 2, 1, 20, 50, 16, dtype=FP32, device=device)
+    options = SPLIT[name](Options(1, 2, 20, 50, device))
     sinks = torch.tensor([0.5, -1.0], device=device)
     halves = []
     for part, own in ((slice(0, at), {}), (slice(at, 50), dict(sinks=sinks))):
@@ -927,10 +929,9 @@ MASKED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("row, listed", [(SMALL, False), (LARGE, True)], ids=["16x16", "32x32-listed"])
-@pytest.mark.parametrize("dtype", [None, FP16, BF16], ids=["own", "fp16", "bf16"])
+@pytest.mark.parametrize("dtype, listed", [(None, False), (FP16, True)], ids=["own", "fp16-listed"])
 @pytest.mark.parametrize("case", test_cases.named(MASKED))
-def test_masked_cases_on_small_tiles(case, dtype, row, listed, device):
+def test_masked_cases_on_small_tiles(case, dtype, listed, device):
     """test_cases.py runs them in the dtype they have with the table's rows; here many blocks, listed and not."""
     x = test_cases.build(case, device)
     if dtype:
@@ -938,7 +939,7 @@ def test_masked_cases_on_small_tiles(case, dtype, row, listed, device):
     options = dict(attn_mask=x["attn_mask"], scale=x.get("scale"))
     assert takes_the_kernel(x["q"], x["k"], x["v"], **options)
     q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (x["q"], x["k"], x["v"]))
-    out, _ = by_row(row, q, k, v, listed=listed and x["attn_mask"].dtype == torch.bool, **options)
+    out, _ = by_row(LARGE, q, k, v, listed=listed and x["attn_mask"].dtype == torch.bool, **options)
     test_cases.check(out, x)
 
 
@@ -952,8 +953,8 @@ def test_masked_cases_are_all_here():
 def test_extras_of_a_batch_that_takes_several_launches(monkeypatch, device):
     """A grid has 65535 places for batch elements; a larger batch is launched in slices."""
     monkeypatch.setattr(launch, "MAX_GRID", 2)
-    q, k, v = testing.make_qkv(5, 2, 1, 4, 40, 16, device=device)
-    o = Options(5, 2, 4, 40, device)
+    q, k, v = testing.make_qkv(3, 1, 1, 4, 40, 16, device=device)
+    o = Options(3, 1, 4, 40, device)
     for name in ("bool mask of keys", "float mask", "ALiBi, bottom right", "sinks of batch", "lengths"):
         options = FEATURES[name](o)
         for listed in (False, True) if "bool" in name else (False,):

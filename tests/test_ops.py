@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import lazymax
-from lazymax import mods, ops
+from lazymax import differentiation, mods, ops
 from lazymax.extras import NO_EXTRAS, NO_RULES, Extras, Rules
 from lazymax.options import parse_options
 from lazymax.problem import Problem
@@ -1130,7 +1130,7 @@ def test_no_two_problems_share_a_decision_and_none_is_made_twice(decisions: list
             options = moved(case.rules, device)
             how = ops.Options(*(options.pop(n, default) for n, default in ops.Options()._asdict().items()))
             extras, rules = parse_options(qkv[0], **options)
-            out, lse = ops.forward(*qkv, extras, rules, how)
+            out, lse = differentiation.forward(*qkv, extras, rules, how)
             problem = Problem.from_tensors(*qkv, extras, rules)
             for budget in check_attention(out, lse if how.return_lse else None, *qkv, problem, extras):
                 assert budget.ok, f"{case.id}: {budget}"

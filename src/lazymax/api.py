@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from . import arch as arches
-from . import drop_in, merging, ops
+from . import differentiation, drop_in, merging, ops
 from .dispatch import Explanation, plan
 from .options import parse_options
 from .problem import Problem
@@ -98,7 +98,7 @@ def attention(
     extras, rules = parse_options(q, **options)  # type: ignore[arg-type]
     if layout == "bshd":
         q, k, v = _swap(q, "q"), _swap(k, "k"), _swap(v, "v")
-    out, lse = ops.forward(q, k, v, extras, rules, ops.Options(impl, rescale_threshold, return_lse))
+    out, lse = differentiation.forward(q, k, v, extras, rules, ops.Options(impl, rescale_threshold, return_lse))
     if layout == "bshd":
         out = out.transpose(1, 2)
     return (out, lse) if return_lse else out
@@ -162,7 +162,7 @@ def attention_varlen(
     )  # fmt: skip
     extras, rules = parse_options(q, **options)  # type: ignore[arg-type]
     q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
-    out, lse = ops.forward(q, k, v, extras, rules, ops.Options(impl, rescale_threshold, return_lse))
+    out, lse = differentiation.forward(q, k, v, extras, rules, ops.Options(impl, rescale_threshold, return_lse))
     out = out[0].transpose(0, 1)
     return (out, lse[0]) if return_lse else out
 
@@ -217,6 +217,8 @@ def explain(
             raise RuntimeError(drop_in.MASK_BESIDE_CAUSAL)
         causal = "top_left"
     _check_layout(layout)
+    if options.get("dropout_p") and options.get("dropout_seed") is None:  # to explain must not draw from the generator
+        options["dropout_seed"] = torch.zeros(1, dtype=torch.int64, device="meta" if q is None else q.device)
     if q is not None and k is not None and v is not None:
         if layout == "bshd":
             q, k, v = _swap(q, "q"), _swap(k, "k"), _swap(v, "v")

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from . import ops
+from . import differentiation, ops
 from .extras import NO_EXTRAS, NO_RULES, Rules
 from .options import parse_options
 from .reference import TORCH_SDPA
@@ -51,7 +51,7 @@ def scaled_dot_product_attention(
     plain = attn_mask is None and not dropout_p
     if plain and query.dim() == 4 and query.shape[0] == key.shape[0] == value.shape[0]:
         rules = _TOP_LEFT if is_causal else NO_RULES
-        return ops.forward(
+        return differentiation.forward(
             query, key, value, NO_EXTRAS, rules if scale is None else rules._replace(scale=float(scale))
         )[0]
     q, k, v = four(query, key, value)
@@ -62,7 +62,7 @@ def scaled_dot_product_attention(
         scale=scale,
         dropout_p=float(dropout_p),
     )
-    out, _ = ops.forward(q, k, v, extras, rules)
+    out, _ = differentiation.forward(q, k, v, extras, rules)
     if query.dim() <= 3:
         return out.reshape(*query.shape[:-1], value.shape[-1])
     return out if query.dim() == 4 else out.reshape(*_leading(query, key, value), *out.shape[1:])

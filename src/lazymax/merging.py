@@ -25,13 +25,17 @@ def merge(
             )
     dtype = torch.float64 if out1.dtype == torch.float64 else torch.float32
     lse1, lse2 = lse1.to(dtype), lse2.to(dtype)
-    lse = torch.logaddexp(lse1, lse2)
+    top = torch.maximum(lse1, lse2)
     # Where a side has no keys its weight is 0 and its output must not count, whatever it holds; where neither has any,
-    # -inf - -inf would be NaN.
-    empty = float("-inf")
-    base = torch.where(lse == empty, 0.0, lse)
-    out = sum(
-        torch.where((part_lse == empty)[..., None], 0.0, part.to(dtype) * torch.exp(part_lse - base)[..., None])
-        for part, part_lse in ((out1, lse1), (out2, lse2))
-    )
-    return out.to(out1.dtype), lse  # type: ignore[union-attr]
+    # -inf - -inf would be NaN. Divided by the sum of the weights, not by exp(lse): that has no room for a logarithm
+    # beside the lowest float.
+    nothing = float("-inf")
+    base = torch.where(top == nothing, 0.0, top).detach()
+    weights = [torch.exp(lse - base) for lse in (lse1, lse2)]
+    total = weights[0] + weights[1]
+    empty = total == 0
+    total = torch.where(empty, 1.0, total)
+    out = torch.zeros_like(out1, dtype=dtype)
+    for part, weight in zip((out1, out2), weights, strict=True):
+        out = out + torch.where((weight == 0)[..., None], 0.0, part.to(dtype) * (weight / total)[..., None])
+    return out.to(out1.dtype), torch.where(empty, nothing, base + torch.log(total))

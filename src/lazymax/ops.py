@@ -6,7 +6,7 @@ module needs torch only; Triton is imported when the first problem takes a kerne
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,10 +17,10 @@ from . import mods, reference, verify
 from .arch import Arch
 from .compat import tritons
 from .dispatch import Plan, plan
-from .extras import NO_EXTRAS, NO_RULES, Extras, Rules, check_extras
+from .extras import NO_EXTRAS, Extras, Rules, check_extras
 from .problem import Problem, check_tensors, fp32_precision, output_strides
 
-_lib = torch.library.Library("lazymax", "DEF")  # type: ignore[no-untyped-call]
+library = torch.library.Library("lazymax", "DEF")  # type: ignore[no-untyped-call]
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 _EXTRAS = (
     "Tensor? mask, Tensor? alibi_slopes, Tensor? sinks, Tensor? seqlens_k, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
@@ -30,13 +30,13 @@ _RULES = (
     "bool causal, int? window_left, int? window_right, str align, float? scale, float softcap, float dropout_p, "
     "str? score_mod, str? mask_mod, SymInt? max_seqlen_q, SymInt? max_seqlen_k"
 )
-_lib.define(  # type: ignore[no-untyped-call]
+library.define(  # type: ignore[no-untyped-call]
     f"attention_forward(Tensor q, Tensor k, Tensor v, {_EXTRAS}, {_RULES}, str impl, float? rescale_threshold, "
     "bool return_lse) -> (Tensor, Tensor)",
     tags=_TAGS,
 )
 # Returns the gradients of q, k, v, mask, alibi_slopes, sinks and every score_arg; empty where `needs` says no.
-_lib.define(  # type: ignore[no-untyped-call]
+library.define(  # type: ignore[no-untyped-call]
     f"attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, {_EXTRAS}, {_RULES}, "
     "bool[] needs) -> Tensor[]",
     tags=_TAGS,
@@ -52,7 +52,6 @@ class Options(NamedTuple):
 
 
 N_EXTRAS, N_RULES = len(Extras._fields), len(Rules._fields)
-DIFFERENTIABLE = (0, 1, 2, 7)  # of the extras: mask, alibi_slopes, sinks, score_args
 
 FORWARD = "lazymax::attention_forward"
 BACKWARD = "lazymax::attention_backward"
@@ -141,7 +140,7 @@ def _run(decision: _Decision, impl: str, extras: Extras, *tensors: torch.Tensor)
     return decision.launch is not None and _run(decision, impl, extras, *tensors)
 
 
-def _forward(
+def run_forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -194,7 +193,7 @@ def _key(extras: Extras) -> tuple[Any, ...]:
     )
 
 
-def _parsed(arguments: tuple[Any, ...]) -> tuple[Extras, Rules, tuple[Any, ...]]:
+def parsed(arguments: tuple[Any, ...]) -> tuple[Extras, Rules, tuple[Any, ...]]:
     """The operator's arguments after the tensors -> extras, rules, the rest. Absent extras are the object NO_EXTRAS."""
     of_extras = arguments[:N_EXTRAS]
     extras = NO_EXTRAS
@@ -205,14 +204,14 @@ def _parsed(arguments: tuple[Any, ...]) -> tuple[Extras, Rules, tuple[Any, ...]]
 
 
 def _operator(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    extras, rules, options = _parsed(arguments)
-    return _forward(q, k, v, extras, rules, Options(*options))
+    extras, rules, options = parsed(arguments)
+    return run_forward(q, k, v, extras, rules, Options(*options))
 
 
 def _forward_fake(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    extras, rules, options = _parsed(arguments)
+    extras, rules, options = parsed(arguments)
     check_tensors(q, k, v)
     check_extras(q, k, extras, rules)
     out = q.new_empty_strided((*q.shape[:3], v.shape[3]), output_strides(q, v.shape[3]))
@@ -227,7 +226,7 @@ def _backward(
     v: torch.Tensor,
     *arguments: Any,
 ) -> list[torch.Tensor]:
-    extras, rules, (needs,) = _parsed(arguments)
+    extras, rules, (needs,) = parsed(arguments)
     problem = Problem.from_tensors(q, k, v, extras, rules)
     return [g.contiguous() for g in reference.backward(grad_out, grad_lse, q, k, v, problem, extras, needs)]
 
@@ -240,7 +239,7 @@ def _backward_fake(
     v: torch.Tensor,
     *arguments: Any,
 ) -> list[torch.Tensor]:
-    extras, _, (needs,) = _parsed(arguments)
+    extras, _, (needs,) = parsed(arguments)
 
     def empty(t: torch.Tensor | None, need: bool) -> torch.Tensor:
         if t is None or not need or not t.is_floating_point():
@@ -252,174 +251,7 @@ def _backward_fake(
     return [*(t.new_empty(t.shape) for t in (q, k, v)), *of_extras, *of_args]
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    extras, rules, options = _parsed(inputs[3:])
-    saved = [*inputs[:3], *extras[:7], *extras.score_args, *extras.mask_args]
-    ctx.save_for_backward(*saved)
-    ctx.rules, ctx.options = rules, Options(*options)
-    ctx.n_score_args = len(extras.score_args)
-    ctx.needs = [t is not None and t.is_floating_point() and t.requires_grad for t in extras[:3]] + [
-        any(t.requires_grad for t in extras.score_args)
-    ]
-
-
-def _differentiate(ctx: Any, grad_out: torch.Tensor, grad_lse: torch.Tensor | None) -> tuple[Any, ...]:
-    q, k, v, *rest = ctx.saved_tensors
-    n = 7 + ctx.n_score_args
-    extras = (*rest[:7], list(rest[7:n]), list(rest[n:]))
-    grad_lse = grad_lse if ctx.options.return_lse else None
-    transformed = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
-    operator: Any = _Backward.apply if transformed else torch.ops.lazymax.attention_backward
-    grads = operator(grad_out, grad_lse, q, k, v, *extras, *ctx.rules, ctx.needs)
-    mask, slopes, sinks = (g if need else None for g, need in zip(grads[3:6], ctx.needs[:3], strict=True))
-    args = [g if ctx.needs[3] and t.is_floating_point() else None for g, t in zip(grads[6:], rest[7:n], strict=True)]
-    none = (None,) * (N_RULES + len(Options._fields))
-    return (*grads[:3], mask, slopes, sinks, None, None, None, None, args, [None] * len(rest[n:]), *none)
-
-
-INSTEAD = (
-    "call torch's own scaled_dot_product_attention (lazymax.reference.TORCH_SDPA) under "
-    "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) for that"
-)
-
-
-def _refuse_double_backward(ctx: Any, *grads: torch.Tensor) -> None:
-    raise NotImplementedError(f"lazymax: gradients of gradients are not implemented; {INSTEAD}")
-
-
-def _refuse_jvp(ctx: Any, *tangents: Any) -> None:
-    raise NotImplementedError(f"lazymax: forward-mode differentiation is not implemented; {INSTEAD}")
-
-
-class _Forward(torch.autograd.Function):
-    """The operator's derivative once more, for torch.func transforms, which `register_autograd` does not serve."""
-
-    generate_vmap_rule = True
-    setup_context = staticmethod(_setup_context)
-    backward = staticmethod(_differentiate)
-    jvp = staticmethod(_refuse_jvp)
-
-    @staticmethod
-    def forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.ops.lazymax.attention_forward(*inputs)  # type: ignore[no-any-return]
-
-
-class _Backward(torch.autograd.Function):
-    """Likewise for the backward, which has no derivative."""
-
-    generate_vmap_rule = True
-    setup_context = staticmethod(lambda ctx, inputs, output: None)
-    backward = staticmethod(_refuse_double_backward)
-    jvp = staticmethod(_refuse_jvp)
-
-    @staticmethod
-    def forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
-        return tuple(torch.ops.lazymax.attention_backward(*inputs))
-
-
-def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    extras: Extras = NO_EXTRAS,
-    rules: Rules = NO_RULES,
-    options: Options = Options(),  # noqa: B008, immutable
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`torch.ops.lazymax.attention_forward`, which also works under torch.func transforms (grad, vmap, their mixtures).
-
-    A plain eager call without gradients goes to the implementation directly: the dispatcher's way there through Python
-    costs more than the kernel at small sizes.
-    """
-    if torch.compiler.is_compiling():
-        return torch.ops.lazymax.attention_forward(q, k, v, *extras, *rules, *options)  # type: ignore[no-any-return]
-    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
-        return _Forward.apply(q, k, v, *extras, *rules, *options)  # type: ignore[no-any-return,no-untyped-call]
-    plain = type(q) is type(k) is type(v) is torch.Tensor and torch._C._len_torch_dispatch_stack() == 0
-    plain &= torch._C._get_tracing_state() is None
-    if plain and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
-        if extras is NO_EXTRAS or not (torch.is_grad_enabled() and any(t.requires_grad for _, t in extras.tensors())):
-            return _forward(q, k, v, extras, rules, options, True)
-    return torch.ops.lazymax.attention_forward(q, k, v, *extras, *rules, *options)  # type: ignore[no-any-return]
-
-
-def _fold(info: Any, in_dims: Sequence[int | None], tensors: Sequence[torch.Tensor | None]) -> list[Any]:
-    """Move the vmapped dimension to the front of every tensor and fold it into the batch."""
-    folded: list[torch.Tensor | None] = []
-    for t, dim in zip(tensors, in_dims, strict=True):
-        if t is None:
-            folded.append(None)
-            continue
-        t = t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
-        folded.append(t.flatten(0, 1))
-    return folded
-
-
-def _fold_extras(info: Any, in_dims: Sequence[Any], batch: int, extras: Extras, rules: Rules) -> Extras:
-    """The extras of the folded batch. Raises NotImplementedError for what has no place in it."""
-    if rules.dropout_p:
-        raise NotImplementedError(
-            "dropout_p: got dropout under vmap, where it is not implemented; fold the batch by hand"
-        )
-    dims = dict(zip(Extras._fields, in_dims, strict=True))
-    for name in ("cu_seqlens_q", "cu_seqlens_k", "score_args", "mask_args"):
-        dim = dims[name]
-        if any(d is not None for d in (dim if isinstance(dim, tuple | list) else (dim,))):
-            raise NotImplementedError(f"{name}: got a vmapped tensor, expected one that is the same for all")
-    if extras.cu_seqlens_q is not None:
-        raise NotImplementedError("cu_seqlens_q: packed sequences under vmap are not implemented; pack them by hand")
-    size = info.batch_size
-
-    def fold(t: torch.Tensor | None, dim: int | None, rank: int) -> torch.Tensor | None:
-        if t is None:
-            return None
-        inner = t if dim is None else t.movedim(dim, 0)
-        if dim is None:
-            if t.dim() < rank or (rank == 4 and t.shape[0] == 1):
-                return t  # the same for every batch element already
-            inner = t.expand(size, *t.shape)
-        if inner.dim() == rank:  # one row for each of the vmapped: repeat it over the batch
-            inner = inner[:, None]
-        return inner.expand(size, batch, *inner.shape[2:]).flatten(0, 1)
-
-    return extras._replace(
-        mask=fold(extras.mask, dims["mask"], 4),
-        alibi_slopes=fold(extras.alibi_slopes, dims["alibi_slopes"], 2),
-        sinks=fold(extras.sinks, dims["sinks"], 2),
-        seqlens_k=fold(extras.seqlens_k, dims["seqlens_k"], 1),
-    )
-
-
-def _forward_vmap(info: Any, in_dims: Any, q: Any, k: Any, v: Any, *arguments: Any) -> Any:
-    q, k, v = _fold(info, in_dims[:3], (q, k, v))
-    extras, rules, options = _parsed(arguments)
-    extras = _fold_extras(info, in_dims[3 : 3 + N_EXTRAS], q.shape[0] // info.batch_size, extras, rules)
-    out, lse = torch.ops.lazymax.attention_forward(q, k, v, *extras, *rules, *options)
-    return_lse = Options(*options).return_lse
-    lse = lse.unflatten(0, (info.batch_size, -1)) if return_lse else lse
-    return (out.unflatten(0, (info.batch_size, -1)), lse), (0, 0 if return_lse else None)
-
-
-def _backward_vmap(
-    info: Any, in_dims: Any, grad_out: Any, grad_lse: Any, q: Any, k: Any, v: Any, *arguments: Any
-) -> Any:
-    folded = _fold(info, in_dims[:5], (grad_out, grad_lse, q, k, v))
-    extras, rules, (needs,) = _parsed(arguments)
-    if any(needs):
-        raise NotImplementedError(
-            "lazymax: vmapped gradients of attn_mask, alibi_slopes, sinks and score_mod_args are not implemented; "
-            f"{INSTEAD}"
-        )
-    extras = _fold_extras(info, in_dims[5 : 5 + N_EXTRAS], folded[2].shape[0] // info.batch_size, extras, rules)
-    grads = torch.ops.lazymax.attention_backward(*folded, *extras, *rules, needs)
-    shaped = [g.unflatten(0, (info.batch_size, -1)) for g in grads[:3]]
-    return [*shaped, *grads[3:]], [0, 0, 0, *(None for _ in grads[3:])]
-
-
-_lib.impl("attention_forward", _operator, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-_lib.impl("attention_backward", _backward, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-torch.library.register_fake(FORWARD, _forward_fake, lib=_lib)
-torch.library.register_fake(BACKWARD, _backward_fake, lib=_lib)
-torch.library.register_autograd(FORWARD, _differentiate, setup_context=_setup_context, lib=_lib)
-torch.library.register_autograd(BACKWARD, _refuse_double_backward, lib=_lib)
-torch.library.register_vmap(FORWARD, _forward_vmap, lib=_lib)
-torch.library.register_vmap(BACKWARD, _backward_vmap, lib=_lib)
+library.impl("attention_forward", _operator, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+library.impl("attention_backward", _backward, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+torch.library.register_fake(FORWARD, _forward_fake, lib=library)
+torch.library.register_fake(BACKWARD, _backward_fake, lib=library)

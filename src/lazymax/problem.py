@@ -97,7 +97,7 @@ class Problem:
     def _clamp(self, offset: int) -> int:
         """Beyond the lengths every offset means the same; this keeps the kernel's 32-bit sums in range."""
         if self.ragged:
-            reach = self.q_len + self.kv_len
+            reach = sum(self.packed) if self.packed else self.q_len + self.kv_len
             return max(-reach, min(reach, offset))
         return max(-self.q_len, min(self.kv_len, offset))
 

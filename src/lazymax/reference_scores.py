@@ -163,6 +163,10 @@ class Scoring:
             terms.append(mods.get("mask_mod", problem.mask_mod).twin()(*at, *self.extras.mask_args).bool())
         return functools.reduce(torch.logical_and, terms) if terms else None
 
+    def _added(self, mask: torch.Tensor) -> torch.Tensor:
+        """A float mask is added in float32, whatever its dtype; in float64 to float64 scores."""
+        return mask.to(compute_dtype(getattr(torch, self.problem.dtype))).to(self.dtype)
+
     def modify(self, s: torch.Tensor, at: Positions, rows: slice) -> torch.Tensor:
         """All that may happen to scaled scores (B, Hq, rows, Sk) before the softmax."""
         return self.mod(self.bias(self.cap(s), at, rows), at, self.args)
@@ -177,7 +181,7 @@ class Scoring:
         if self.slopes is not None:
             s = s - self.slopes[..., None, None] * self.distance(at)
         mask = self.extras.mask
-        return s if mask is None or mask.dtype == torch.bool else s + mask_rows(mask, rows).to(self.dtype)
+        return s if mask is None or mask.dtype == torch.bool else s + self._added(mask_rows(mask, rows))
 
     def distance(self, at: Positions) -> torch.Tensor:
         """From the diagonal, in keys."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .. import ops
+from .. import differentiation, ops
 from ..extras import NO_EXTRAS, Extras, Rules
 
 NAME = "lazymax"
@@ -258,7 +258,7 @@ def _heads_first(t: torch.Tensor) -> torch.Tensor:
 def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, rules: Rules
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return ops.forward(q, k, v, extras, rules, ops.Options(return_lse=True))
+    return differentiation.forward(q, k, v, extras, rules, ops.Options(return_lse=True))
 
 
 def _backward(
@@ -283,7 +283,7 @@ def _backward(
     grad = grad_out.float() * weight[..., None]
     grad_lse = (grad * (own_out.float() - out.float())).sum(-1)
     grads = torch.ops.lazymax.attention_backward(
-        grad.to(grad_out.dtype), grad_lse, q, k, v, *extras, *rules, [False] * len(ops.DIFFERENTIABLE)
+        grad.to(grad_out.dtype), grad_lse, q, k, v, *extras, *rules, [False] * 4
     )
     return list(grads[:3])
 

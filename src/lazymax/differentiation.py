@@ -1,0 +1,227 @@
+"""How the operators are differentiated and vmapped, and `forward`, through which the public functions call them.
+
+`register_autograd` serves plain autograd and torch.compile; two autograd Functions serve torch.func transforms, which
+it does not. There is no second derivative and no forward mode; both say so.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from . import mods, ops
+from .extras import NO_EXTRAS, NO_RULES, Extras, Rules
+
+INSTEAD = (
+    "call torch's own scaled_dot_product_attention (lazymax.reference.TORCH_SDPA) under "
+    "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) for that"
+)
+N_SINGLE = ops.N_EXTRAS - 2  # of the extras, those that are no lists
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...]) -> None:
+    extras, rules, options = ops.parsed(inputs[3:])
+    ctx.save_for_backward(*inputs[:3], *extras[:N_SINGLE], *extras.score_args, *extras.mask_args)
+    ctx.rules, ctx.options = rules, ops.Options(*options)
+    ctx.n_score_args = len(extras.score_args)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    _save(ctx, inputs)
+    extras, _, _ = ops.parsed(inputs[3:])
+    ctx.needs = [t is not None and t.requires_grad for t in extras[:3]]
+    ctx.needs += [any(t.requires_grad for t in extras.score_args)]
+
+
+def _gradients(
+    ctx: Any, needs: list[bool], grad_out: torch.Tensor, grad_lse: torch.Tensor | None, operator: Any
+) -> Any:
+    """Gradients of q, k, v; of mask, slopes and sinks; of the score_args. None where `needs` says no."""
+    q, k, v, *rest = ctx.saved_tensors
+    n = N_SINGLE + ctx.n_score_args
+    extras = (*rest[:N_SINGLE], list(rest[N_SINGLE:n]), list(rest[n:]))
+    grad_lse = grad_lse if ctx.options.return_lse else None
+    grads = operator(grad_out, grad_lse, q, k, v, *extras, *ctx.rules, needs)
+    of_extras = [g if need else None for g, need in zip(grads[3:6], needs, strict=False)]
+    of_args = [
+        g if needs[3] and t.is_floating_point() else None for g, t in zip(grads[6:], rest[N_SINGLE:n], strict=True)
+    ]
+    return grads[:3], of_extras, of_args
+
+
+def _differentiate(ctx: Any, grad_out: torch.Tensor, grad_lse: torch.Tensor | None) -> tuple[Any, ...]:
+    grads, of_extras, of_args = _gradients(ctx, ctx.needs, grad_out, grad_lse, torch.ops.lazymax.attention_backward)
+    n_mask_args = len(ctx.saved_tensors) - 3 - N_SINGLE - ctx.n_score_args
+    none = (None,) * (ops.N_RULES + len(ops.Options._fields))
+    return (*grads, *of_extras, *(None,) * (N_SINGLE - 3), of_args, [None] * n_mask_args, *none)
+
+
+def _refuse_double_backward(ctx: Any, *grads: torch.Tensor) -> None:
+    raise NotImplementedError(f"lazymax: gradients of gradients are not implemented; {INSTEAD}")
+
+
+def _refuse_jvp(ctx: Any, *tangents: Any) -> None:
+    raise NotImplementedError(f"lazymax: forward-mode differentiation is not implemented; {INSTEAD}")
+
+
+def _nested(n_score: int, n_mask: int, before: int, flat: Sequence[Any]) -> tuple[Any, ...]:
+    """Arguments of an operator from flat ones, which transforms track: `before` tensors, then the extras."""
+    first = before + N_SINGLE
+    middle, last = first + n_score, first + n_score + n_mask
+    return (*flat[:first], list(flat[first:middle]), list(flat[middle:last]), *flat[last:])
+
+
+class _Forward(torch.autograd.Function):
+    """The forward for torch.func transforms; the two numbers say how many score_args and mask_args there are."""
+
+    generate_vmap_rule = True
+    jvp = staticmethod(_refuse_jvp)
+
+    @staticmethod
+    def forward(n_score: int, n_mask: int, *flat: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        arguments = _nested(n_score, n_mask, 3, flat)
+        return torch.ops.lazymax.attention_forward(*arguments)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        n_score, n_mask, *flat = inputs
+        _save(ctx, _nested(n_score, n_mask, 3, flat))
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: torch.Tensor, grad_lse: torch.Tensor | None) -> tuple[Any, ...]:
+        n_mask = len(ctx.saved_tensors) - 3 - N_SINGLE - ctx.n_score_args
+        first = 5 + N_SINGLE
+        wanted = ctx.needs_input_grad
+        needs = [*wanted[5:8], any(wanted[first : first + ctx.n_score_args])]
+
+        def operator(grad_out: Any, grad_lse: Any, q: Any, k: Any, v: Any, *arguments: Any) -> Any:
+            *single, score_args, mask_args = arguments[: ops.N_EXTRAS]
+            flat = (grad_out, grad_lse, q, k, v, *single, *score_args, *mask_args, *arguments[ops.N_EXTRAS :])
+            return _Backward.apply(ctx.n_score_args, n_mask, *flat)  # type: ignore[no-untyped-call]
+
+        grads, of_extras, of_args = _gradients(ctx, needs, grad_out, grad_lse, operator)
+        none = (None,) * (n_mask + ops.N_RULES + len(ops.Options._fields))
+        return (None, None, *grads, *of_extras, *(None,) * (N_SINGLE - 3), *of_args, *none)
+
+
+class _Backward(torch.autograd.Function):
+    """Likewise the backward, which has no derivative."""
+
+    generate_vmap_rule = True
+    setup_context = staticmethod(lambda ctx, inputs, output: None)
+    backward = staticmethod(_refuse_double_backward)
+    jvp = staticmethod(_refuse_jvp)
+
+    @staticmethod
+    def forward(n_score: int, n_mask: int, *flat: Any) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.ops.lazymax.attention_backward(*_nested(n_score, n_mask, 5, flat)))
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    extras: Extras = NO_EXTRAS,
+    rules: Rules = NO_RULES,
+    options: ops.Options = ops.Options(),  # noqa: B008, immutable
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`torch.ops.lazymax.attention_forward`, which also works under torch.func transforms (grad, vmap, their mixtures).
+
+    A plain eager call without gradients goes to the implementation directly: the dispatcher's way there through Python
+    costs more than the kernel at small sizes.
+    """
+    if torch.compiler.is_compiling():
+        return torch.ops.lazymax.attention_forward(q, k, v, *extras, *rules, *options)  # type: ignore[no-any-return]
+    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+        n_score, n_mask = len(extras.score_args), len(extras.mask_args)
+        flat = (*extras[:7], *extras.score_args, *extras.mask_args, *rules, *options)
+        return _Forward.apply(n_score, n_mask, q, k, v, *flat)  # type: ignore[no-any-return,no-untyped-call]
+    plain = type(q) is type(k) is type(v) is torch.Tensor and torch._C._len_torch_dispatch_stack() == 0
+    plain &= torch._C._get_tracing_state() is None
+    if plain and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
+        if extras is NO_EXTRAS or not (torch.is_grad_enabled() and any(t.requires_grad for _, t in extras.tensors())):
+            return ops.run_forward(q, k, v, extras, rules, options, True)
+    return torch.ops.lazymax.attention_forward(q, k, v, *extras, *rules, *options)  # type: ignore[no-any-return]
+
+
+def _fold(info: Any, in_dims: Sequence[int | None], tensors: Sequence[torch.Tensor | None]) -> list[Any]:
+    """Move the vmapped dimension to the front of every tensor and fold it into the batch."""
+    folded: list[torch.Tensor | None] = []
+    for t, dim in zip(tensors, in_dims, strict=True):
+        if t is None:
+            folded.append(None)
+            continue
+        t = t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
+        folded.append(t.flatten(0, 1))
+    return folded
+
+
+def _fold_extras(info: Any, in_dims: Sequence[Any], batch: int, extras: Extras, rules: Rules) -> Extras:
+    """The extras of the folded batch. Raises NotImplementedError for what has no place in it."""
+    for mod in filter(None, (rules.score_mod, rules.mask_mod)):
+        kind = "score_mod" if mod == rules.score_mod else "mask_mod"
+        if mods.get(kind, mod).uses("b"):
+            raise NotImplementedError(f"{kind}: got {mod!r}, which looks at b, under vmap, which folds the batch")
+    if rules.dropout_p:
+        raise NotImplementedError(
+            "dropout_p: got dropout under vmap, where it is not implemented; fold the batch by hand"
+        )
+    dims = dict(zip(Extras._fields, in_dims, strict=True))
+    for name in ("cu_seqlens_q", "cu_seqlens_k", "score_args", "mask_args"):
+        dim = dims[name]
+        if any(d is not None for d in (dim if isinstance(dim, tuple | list) else (dim,))):
+            raise NotImplementedError(f"{name}: got a vmapped tensor, expected one that is the same for all")
+    if extras.cu_seqlens_q is not None:
+        raise NotImplementedError("cu_seqlens_q: packed sequences under vmap are not implemented; pack them by hand")
+    size = info.batch_size
+
+    def fold(t: torch.Tensor | None, dim: int | None, rank: int) -> torch.Tensor | None:
+        if t is None:
+            return None
+        inner = t if dim is None else t.movedim(dim, 0)
+        if dim is None:
+            if t.dim() < rank or (rank == 4 and t.shape[0] == 1):
+                return t  # the same for every batch element already
+            inner = t.expand(size, *t.shape)
+        if inner.dim() == rank:  # one row for each of the vmapped: repeat it over the batch
+            inner = inner[:, None]
+        return inner.expand(size, batch, *inner.shape[2:]).flatten(0, 1)
+
+    return extras._replace(
+        mask=fold(extras.mask, dims["mask"], 4),
+        alibi_slopes=fold(extras.alibi_slopes, dims["alibi_slopes"], 2),
+        sinks=fold(extras.sinks, dims["sinks"], 2),
+        seqlens_k=fold(extras.seqlens_k, dims["seqlens_k"], 1),
+    )
+
+
+def _forward_vmap(info: Any, in_dims: Any, q: Any, k: Any, v: Any, *arguments: Any) -> Any:
+    q, k, v = _fold(info, in_dims[:3], (q, k, v))
+    extras, rules, options = ops.parsed(arguments)
+    extras = _fold_extras(info, in_dims[3 : 3 + ops.N_EXTRAS], q.shape[0] // info.batch_size, extras, rules)
+    out, lse = torch.ops.lazymax.attention_forward(q, k, v, *extras, *rules, *options)
+    return_lse = ops.Options(*options).return_lse
+    lse = lse.unflatten(0, (info.batch_size, -1)) if return_lse else lse
+    return (out.unflatten(0, (info.batch_size, -1)), lse), (0, 0 if return_lse else None)
+
+
+def _backward_vmap(
+    info: Any, in_dims: Any, grad_out: Any, grad_lse: Any, q: Any, k: Any, v: Any, *arguments: Any
+) -> Any:
+    folded = _fold(info, in_dims[:5], (grad_out, grad_lse, q, k, v))
+    extras, rules, (needs,) = ops.parsed(arguments)
+    if any(needs):
+        raise NotImplementedError(
+            "lazymax: vmapped gradients of attn_mask, alibi_slopes, sinks and score_mod_args are not implemented; "
+            f"{INSTEAD}"
+        )
+    extras = _fold_extras(info, in_dims[5 : 5 + ops.N_EXTRAS], folded[2].shape[0] // info.batch_size, extras, rules)
+    grads = torch.ops.lazymax.attention_backward(*folded, *extras, *rules, needs)
+    shaped = [g.unflatten(0, (info.batch_size, -1)) for g in grads[:3]]
+    return [*shaped, *grads[3:]], [0, 0, 0, *(None for _ in grads[3:])]
+
+
+torch.library.register_autograd(ops.FORWARD, _differentiate, setup_context=_setup_context, lib=ops.library)
+torch.library.register_autograd(ops.BACKWARD, _refuse_double_backward, lib=ops.library)
+torch.library.register_vmap(ops.FORWARD, _forward_vmap, lib=ops.library)
+torch.library.register_vmap(ops.BACKWARD, _backward_vmap, lib=ops.library)
