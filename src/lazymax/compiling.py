@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
@@ -267,12 +268,12 @@ SAMPLE = "lazymax.compiling"  # name of the modifications below
 
 @triton.jit
 def _bias(score, b, h, q_idx, k_idx, slopes):  # type: ignore[no-untyped-def]
-    return score + triton.language.load(slopes + h) * (k_idx - q_idx)
+    return score + tl.load(slopes + h) * (k_idx - q_idx)
 
 
 @triton.jit
 def _same_document(b, h, q_idx, k_idx, documents):  # type: ignore[no-untyped-def]
-    return triton.language.load(documents + q_idx) == triton.language.load(documents + k_idx)
+    return tl.load(documents + q_idx) == tl.load(documents + k_idx)
 
 
 FEATURE_HEAD_DIMS = ((64, 64), (128, 128), (96, 96), (192, 128))

@@ -52,6 +52,7 @@ class Options(NamedTuple):
 
 
 N_EXTRAS, N_RULES = len(Extras._fields), len(Rules._fields)
+N_NEEDS = 4  # gradients the backward makes on demand: of mask, alibi_slopes, sinks, score_args
 
 FORWARD = "lazymax::attention_forward"
 BACKWARD = "lazymax::attention_backward"

@@ -283,7 +283,7 @@ def _backward(
     grad = grad_out.float() * weight[..., None]
     grad_lse = (grad * (own_out.float() - out.float())).sum(-1)
     grads = torch.ops.lazymax.attention_backward(
-        grad.to(grad_out.dtype), grad_lse, q, k, v, *extras, *rules, [False] * 4
+        grad.to(grad_out.dtype), grad_lse, q, k, v, *extras, *rules, [False] * ops.N_NEEDS
     )
     return list(grads[:3])
 
