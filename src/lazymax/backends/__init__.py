@@ -29,7 +29,7 @@ class When:
     dtypes: tuple[str, ...] | None = None
     causal: bool | None = None  # the band has a right bound
     window: bool | None = None  # the band has a left bound
-    plain: bool | None = None  # no masks, mods, dropout or packed sequences
+    plain: bool | None = None  # see `Problem.plain`: nothing but a band and a length
     min_programs: float | None = None  # programs of this row's size per multiprocessor
 
     def refusal(self, problem: Problem, arch: Arch, block_m: int) -> str | None:
@@ -47,7 +47,7 @@ class When:
         if self.window is not None and self.window != (problem.first_offset is not None):
             return "for windows" if self.window else "for problems without a left bound"
         if self.plain is not None and self.plain != problem.plain:
-            return "for plain problems" if self.plain else "for masks, mods, dropout and packed sequences"
+            return "for problems without masks, mods and the like" if self.plain else "for masks, mods and the like"
         programs = problem.q_tiles(block_m) * problem.q_heads
         if self.min_programs is not None and programs < self.min_programs * arch.multiprocessors:
             return f"for {self.min_programs:g} programs per multiprocessor and more, got {programs} in all"

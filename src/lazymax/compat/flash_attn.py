@@ -29,8 +29,8 @@ Where the results or the domain differ from flash-attn 2.8:
 - a window obeys the formula above also when there are far more queries than keys, where their kernel takes a side of Sk
   or more as open, and an open side beside a closed one as Sk wide;
 - dropout is not quantised to multiples of 1 / 255 and goes with softcap; the dropped places are not theirs;
-- taken as well: fp32, any head dim to 256, a headdim of v of its own, int64 offsets, None as a maximum length, the CPU.
-  float64 takes the reference route. The LSE is differentiable.
+- taken as well: fp32, any head dim to 576 (v: 512), a headdim of v of its own, int64 offsets, None as a maximum
+  length, the CPU. float64 takes the reference route. The LSE is differentiable.
 """
 
 import math

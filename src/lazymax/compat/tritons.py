@@ -48,7 +48,7 @@ def branch_rescale_fault(version: str, matrix_unit: str) -> str | None:
 
     Triton below 3.9 aborts in TritonNvidiaGPUOptimizeTMemLayoutsPass ("parent layout must have at least rank >= 2")
     when a kernel whose accumulator lives in tensor memory reduces a row vector to a scalar. Seen on 3.6.0 and 3.7.1,
-    gone in 3.9.0; `tests/test_compat.py` compiles both sides.
+    gone in 3.9.0; `tests/test_tritons.py` compiles both sides.
     """
     if matrix_unit == "tcgen05" and release(version) < (3, 9):
         return f"Triton {version} aborts on the branch form with tensor memory; fixed in 3.9"

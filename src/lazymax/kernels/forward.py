@@ -1,8 +1,9 @@
 """The portable forward: one kernel for every GPU that Triton compiles for.
 
-One program computes BLOCK_M query rows of one head. It walks the key blocks that its rows can see, in up to three
-stretches of one body: a masked one at the left edge of a window, an unmasked one, a masked one at the diagonal and
-the tail. `lazymax.kernels.launch` prepares the arguments.
+One program computes BLOCK_M query rows of one head. It walks the key blocks that its rows can see, in a few stretches
+of one body: one with the band's mask at the left edge of a window, one without in the middle (two if the blocks there
+come from a list: full and partial ones), one with it at the diagonal and the tail. `lazymax.kernels.launch` prepares
+the arguments.
 """
 
 from typing import Any, NamedTuple
@@ -188,7 +189,7 @@ def attention_forward(q, k, v, out, lse, q_tiles, k_tiles, v_tiles, q_tails, k_t
                        scale_log2, threshold, modifiers, config, BLOCK_N, True, False, False, True)
     _store(out, lse, lse_rows, span, head, first_row, m, l, acc, scale_log2, lengths, modifiers, config)
     # Two things the loops above do not care about, because caring costs: scores so large that the fused exponent is
-    # off, and 0 * NaN, a value outside a row's band but inside its tile that poisoned the row. Both show at the end.
+    # off, and 0 * NaN, a value that a row may not see but that lies in its tile poisoned it. Both show at the end.
     suspect = products.poisoned(acc)
     if not config.MODIFIED:
         suspect = tl.maximum(suspect, tl.max(softmax.needs_exact(m, l, scale_log2)))

@@ -1,7 +1,7 @@
 """Tiles in and out of memory: one argument per tensor, 64-bit bases, masked edges.
 
-Every tensor comes as a `View` (any strides). K and V may come as tensor descriptors (TMA) beside it, made on the host
-where the GPU has them and the strides allow. Rows and columns outside the tensor read as 0 and are never written.
+Every tensor comes as a `View` (any strides). Q, K and V may come as tensor descriptors (TMA) beside it, made on the
+host where the GPU has them and the strides allow. Rows and columns outside the tensor read as 0 and are never written.
 """
 
 from typing import Any, NamedTuple

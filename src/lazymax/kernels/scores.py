@@ -1,6 +1,6 @@
 """What happens to a score between the product and the softmax: softcap, ALiBi, mask, modifications. Natural units.
 
-Each feature that a problem lacks is absent from its build. The torch twin is `lazymax.reference`.
+Each feature that a problem lacks is absent from its build. The torch twin is `lazymax.reference_scores`.
 """
 
 from typing import Any, NamedTuple

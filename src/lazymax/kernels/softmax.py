@@ -1,4 +1,5 @@
-"""The online softmax, each piece once. Scores and maxima are raw dot products in fp32, exponents are in log2 units.
+"""The online softmax, each piece once. Scores and maxima are raw dot products in fp32 (natural units where a feature
+modified them, see scores.py), exponents are in log2 units.
 
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), for the running maximum and sum;
 Dao et al., FlashAttention (2022), for their use over key blocks; FlashAttention-4 for the lazy rescale: the maximum

@@ -1,4 +1,5 @@
-"""Rows for any GPU that Triton compiles for: small enough for 48 KB of shared memory and 256 registers a thread."""
+"""Rows for any GPU that Triton compiles for: small enough for 48 KB of shared memory (fp32 at D=576 wants 72) and 256
+registers a thread."""
 
 from .. import HALF, LARGEST_HEAD_DIM, Backend, Tile, When
 
