@@ -2,9 +2,10 @@
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -12,6 +13,7 @@ from . import reference, testing
 from .compat import tritons
 from .dispatch import Plan
 from .extras import NO_EXTRAS, Extras, check_offsets
+from .options import parse_options
 from .problem import Problem
 
 
@@ -111,6 +113,7 @@ class Shape:
     window: tuple[int | None, int | None] | None = None
     scale: float | None = None
     layout: str = "bhsd"
+    features: Callable[[torch.Generator], dict[str, Any]] | None = None  # more arguments of `attention`, on the CPU
 
 
 SHAPES = (
@@ -127,7 +130,34 @@ SHAPES = (
     Shape("large head dim", (1, 2, 1, 100, 120, 256, 256), causal="top_left"),
     Shape("negative scale", (1, 2, 2, 70, 70, 64, 64), scale=-0.3),
     Shape("stored as B, S, H, D", (2, 4, 2, 140, 140, 64, 64), causal="top_left", layout="bshd"),
-)
+    Shape(
+        "bool mask, a row without keys", (2, 4, 2, 70, 300, 64, 64),
+        features=lambda g: {
+            "attn_mask": (torch.rand(2, 4, 70, 300, generator=g) > 0.5) & (torch.arange(70) != 9)[:, None],
+        },
+    ),
+    Shape(
+        "key padding, causal", (2, 4, 4, 300, 300, 64, 64), causal="top_left",
+        features=lambda g: {"attn_mask": torch.arange(300)[None] < torch.tensor([[300], [170]])[:, None, None]},
+    ),
+    Shape(
+        "float mask", (2, 4, 4, 130, 140, 128, 128),
+        features=lambda g: {"attn_mask": torch.randn(130, 140, generator=g)},
+    ),
+    Shape(
+        "softcap, ALiBi, sinks", (1, 4, 2, 130, 200, 64, 64), causal="bottom_right",
+        features=lambda g: {
+            "softcap": 5.0, "alibi_slopes": torch.rand(4, generator=g) / 8, "sinks": torch.randn(4, generator=g),
+        },
+    ),
+    Shape(
+        "dropout, lengths of keys", (2, 4, 2, 70, 200, 96, 80), causal="bottom_right",
+        features=lambda g: {
+            "dropout_p": 0.3, "dropout_seed": torch.tensor([12345678901]), "seqlens_k": torch.tensor([77, 200]),
+        },
+    ),
+    Shape("MLA, latent", (1, 4, 1, 40, 70, 576, 512), causal="bottom_right"),
+)  # fmt: skip
 
 
 def run_matrix(device: torch.device, dtypes: tuple[torch.dtype, ...], impl: str = "auto") -> Iterator[Check]:
@@ -139,10 +169,14 @@ def run_matrix(device: torch.device, dtypes: tuple[torch.dtype, ...], impl: str 
     for dtype in dtypes:
         for shape in SHAPES:
             q, k, v = testing.make_qkv(*shape.sizes, dtype=dtype, device=device, layout=shape.layout)
-            rules = dict(causal=shape.causal, window=shape.window, scale=shape.scale)
-            problem = Problem.from_call(q, k, v, **rules, return_lse=True)  # type: ignore[arg-type]
+            options: dict[str, Any] = dict(causal=shape.causal, window=shape.window, scale=shape.scale)
+            if shape.features:
+                made = shape.features(torch.Generator().manual_seed(0))
+                options |= {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in made.items()}
+            extras, rules = parse_options(q, **options)
+            problem = Problem.from_tensors(q, k, v, extras, rules, return_lse=True)
             plan = choose(problem, of(device), impl)
-            out, lse = attention(q, k, v, **rules, impl=impl, return_lse=True)  # type: ignore[arg-type]
-            budgets = testing.check_attention(out, lse, q, k, v, problem)
+            out, lse = attention(q, k, v, **options, impl=impl, return_lse=True)
+            budgets = testing.check_attention(out, lse, q, k, v, problem, extras)
             name = f"{shape.name}, {str(dtype).removeprefix('torch.')}"
             yield Check(name, plan.describe(), all(b.ok for b in budgets), "; ".join(map(str, budgets)))
