@@ -1,4 +1,4 @@
-"""The torch operators: what torch.library, compile, export, vmap, autograd and CUDA graphs expect of them."""
+"""The torch operators: what torch.library, compile, export and CUDA graphs expect of them, and the cache behind them."""
 
 import copy
 import itertools

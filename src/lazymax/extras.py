@@ -64,8 +64,8 @@ def check_numbers(rules: Rules) -> None:
     """Raise ValueError unless scale, softcap and dropout_p are in range."""
     if rules.scale is not None and not math.isfinite(rules.scale):
         raise ValueError(f"scale: got {rules.scale}, expected a finite number")
-    if not (math.isfinite(rules.softcap) and rules.softcap >= 0):
-        raise ValueError(f"softcap: got {rules.softcap}, expected a finite number >= 0 (0: none)")
+    if not (rules.softcap == 0 or 1e-30 <= rules.softcap < math.inf):  # its inverse has to be a float32
+        raise ValueError(f"softcap: got {rules.softcap}, expected 0 (none) or a finite number from 1e-30 on")
     if not 0.0 <= rules.dropout_p <= 1.0:
         raise ValueError(f"dropout_p: got {rules.dropout_p}, expected a probability, 0 to 1")
 

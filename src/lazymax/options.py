@@ -1,6 +1,8 @@
 """From the optional arguments of the public functions to the `Extras` and `Rules` that the operator takes."""
 
+import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -81,6 +83,8 @@ def parse_options(
     for name, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
         if mod is not None and not isinstance(mod, str):
             raise TypeError(f"{name}: got {mod!r}, expected a name given to lazymax.register_{name}")
+    max_seqlen_q = parse_length("max_seqlen_q", max_seqlen_q)
+    max_seqlen_k = parse_length("max_seqlen_k", max_seqlen_k)
     rules = Rules(
         causal is not None,
         left,
@@ -114,6 +118,18 @@ def parse_options(
         dropout_seed if dropout_p > 0 else None, tuple(score_mod_args), tuple(mask_mod_args),
     )  # fmt: skip
     return (extras if any(True for _ in extras.tensors()) else NO_EXTRAS), rules
+
+
+def parse_length(name: str, length: Any) -> int | None:
+    """An optional length: an int, or anything that is one (a tensor of one integer costs a synchronisation)."""
+    if length is None or (isinstance(length, int | torch.SymInt) and not isinstance(length, bool)):
+        return length  # type: ignore[return-value]
+    try:
+        if not isinstance(length, bool):
+            return operator.index(length)
+    except TypeError:
+        pass
+    raise TypeError(f"{name}: got {length!r}, expected an int or None (none is needed)")
 
 
 def parse_mask(mask: torch.Tensor | None) -> torch.Tensor | None:

@@ -78,7 +78,7 @@ def step(s, m, l, acc, scale_log2, threshold, BRANCH: tl.constexpr, EXACT: tl.co
 @triton.jit
 def natural(m, scale_log2):
     """The pivot in natural units. In this order a scale of 0 (2**-126) does not underflow, and the lowest number with a
-    scale of log2(e) comes back as itself."""
+    scale of log2(e) stays finite."""
     return tl.maximum((m * LN2) * scale_log2, NEVER)
 
 
