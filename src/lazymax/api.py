@@ -8,7 +8,8 @@ import torch
 from . import arch as arches
 from . import differentiation, drop_in, merging, ops
 from .dispatch import Explanation, plan
-from .options import parse_options
+from .extras import NO_EXTRAS, Extras, Rules
+from .options import parse_options, plain_rules
 from .problem import Problem
 
 
@@ -90,12 +91,31 @@ def attention(
     composes with torch.compile, vmap and CUDA graphs.
     """
     _check_types(q, k, v, layout, impl, rescale_threshold, return_lse)
+    plain = attn_mask is alibi_slopes is sinks is seqlens_k is None and score_mod is mask_mod is None
+    plain = plain and type(softcap) is type(dropout_p) is float and softcap == dropout_p == 0
+    if plain and not score_mod_args and not mask_mod_args:
+        extras, rules = NO_EXTRAS, plain_rules(causal, window, scale, window_align)
+        return _call(q, k, v, extras, rules, layout, impl, rescale_threshold, return_lse)
     options = dict(
         attn_mask=attn_mask, causal=causal, window=window, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes,
         sinks=sinks, seqlens_k=seqlens_k, dropout_p=dropout_p, dropout_seed=dropout_seed, score_mod=score_mod,
         score_mod_args=score_mod_args, mask_mod=mask_mod, mask_mod_args=mask_mod_args, window_align=window_align,
     )  # fmt: skip
     extras, rules = parse_options(q, **options)  # type: ignore[arg-type]
+    return _call(q, k, v, extras, rules, layout, impl, rescale_threshold, return_lse)
+
+
+def _call(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    extras: Extras,
+    rules: Rules,
+    layout: str,
+    impl: str,
+    rescale_threshold: float | None,
+    return_lse: bool,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     if layout == "bshd":
         q, k, v = _swap(q, "q"), _swap(k, "k"), _swap(v, "v")
     out, lse = differentiation.forward(q, k, v, extras, rules, ops.Options(impl, rescale_threshold, return_lse))

@@ -120,7 +120,8 @@ def _takes(q: Any, k: Any, v: Any, mask: Any, dropout_p: Any, is_causal: Any, sc
             return False
         if heads != kv_heads and kv_heads != 1 and (not enable_gqa or heads % kv_heads):
             return False
-        if not _broadcast(q_shape[:-3], k_shape[:-3], v_shape[:-3]):
+        alike = len(q_shape) == 4 and q_shape[0] == k_shape[0] == v_shape[0]
+        if not (alike or _broadcast(q_shape[:-3], k_shape[:-3], v_shape[:-3])):
             return False
     if _autocasts(q):
         return all(t.dtype in _KERNEL_DTYPES for t in (q, k, v))

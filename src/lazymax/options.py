@@ -1,5 +1,6 @@
 """From the optional arguments of the public functions to the `Extras` and `Rules` that the operator takes."""
 
+import functools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -118,6 +119,24 @@ def parse_options(
         dropout_seed if dropout_p > 0 else None, tuple(score_mod_args), tuple(mask_mod_args),
     )  # fmt: skip
     return (extras if any(True for _ in extras.tensors()) else NO_EXTRAS), rules
+
+
+def plain_rules(
+    causal: str | None, window: tuple[int | None, int | None] | None, scale: float | None, window_align: str | None
+) -> Rules:
+    """The rules of a call without extras, from a cache: such calls are the short ones."""
+    if isinstance(window, list):
+        window = (window[0], window[1]) if len(window) == 2 else window
+    return _plain_rules(causal, window, scale, window_align)
+
+
+@functools.lru_cache(maxsize=256, typed=True)
+def _plain_rules(causal: Any, window: Any, scale: Any, window_align: Any) -> Rules:
+    if scale is not None and not isinstance(scale, int | float):
+        raise TypeError(f"scale: got {scale!r}, expected a number")
+    named = parse_causal(causal)
+    left, right = parse_window(window)
+    return Rules(named is not None, left, right, align_of(named, window_align), scale)
 
 
 def parse_length(name: str, length: Any) -> int | None:
