@@ -107,8 +107,8 @@ def moved(value: Any, device: str, dtype: torch.dtype | None = None, grad: bool 
         return value
     if not value.is_floating_point():
         return value.to(device)
-    value = value.to(device, dtype or value.dtype)
-    return value.detach().requires_grad_(grad)
+    value = value.to(device, dtype or value.dtype).detach()
+    return value.requires_grad_() if grad else value
 
 
 def floats(options: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ ARCHS = ("gfx1151", "sm_90", "sm_100")
 SAMPLE = {  # what takes most registers, and each kind of argument once
     "gfx1151": ["bool mask", "mask_mod", "all at once"],
     "sm_90": ["float mask, causal", "packed, causal", "all at once"],
-    "sm_100": ["dropout", "score_mod", "all at once"],
+    "sm_100": ["dropout", "score_mod", "float mask, causal"],
 }
 CODE = """
 import json, sys

@@ -63,7 +63,7 @@ class Problem:
     @property
     def plain(self) -> bool:
         """Nothing but a band and a length hides keys or changes scores."""
-        return not (self.modified or self.mask or self.mask_mod or self.dropout_p or self.packed)
+        return not (self.modified or self.mask or self.mask_mod or self.dropout_p or self.sinks or self.packed)
 
     def q_tiles(self, block_m: int) -> int:
         """Query tiles of one head, over the whole batch."""
