@@ -309,8 +309,8 @@ def _moved(value: Any, device: str) -> Any:
     if isinstance(value, tuple):
         return tuple(_moved(item, device) for item in value)
     if isinstance(value, torch.Tensor) and device != "cpu":  # with its strides
-        moved = torch.empty(0, dtype=value.dtype, device=device).set_(value.untyped_storage().to(device))
-        return moved.as_strided(value.shape, value.stride(), value.storage_offset())
+        flat = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage())
+        return flat.to(device).as_strided(value.shape, value.stride(), value.storage_offset())
     return value
 
 
@@ -510,9 +510,8 @@ class Shard:
     examples: int
 
 
-def shards(total: int) -> list[Shard]:
-    starts = range(0, total, PER_SHARD)
-    return [Shard(number, min(PER_SHARD, total - start)) for number, start in enumerate(starts)]
+def shards(total: int, size: int) -> list[Shard]:
+    return [Shard(number, min(size, total - start)) for number, start in enumerate(range(0, total, size))]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -520,7 +519,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         total = metafunc.config.getoption("--fuzz-examples")
         total = total or (SLOW if metafunc.config.getoption("--slow") else DEFAULT)
         packed = total // 3
-        of = shards(packed if metafunc.function is test_attention_varlen else total - packed)
+        size = metafunc.config.getoption("--fuzz-shard") or PER_SHARD
+        of = shards(packed if metafunc.function is test_attention_varlen else total - packed, size)
         metafunc.parametrize("shard", of, ids=[f"{shard.number:03}" for shard in of])
 
 

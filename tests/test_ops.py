@@ -255,6 +255,7 @@ COMPILED = (
         "bool mask of batch and keys, drop-in",
         lambda q, k, v, mask: lazymax.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True),
         lambda q_len, kv_len: (bools(2, 1, 1, kv_len),),
+        lengths=((17, 17), (33, 33)),
     ),
     Compiled(
         "every option",
@@ -267,7 +268,7 @@ COMPILED = (
             normal(q_len, kv_len), normal(2, 2), normal(2), torch.tensor([kv_len, kv_len // 2]), normal(2),
             normal(2, 3), torch.tensor([30, 7]), torch.tensor([3]),
         ),
-        lengths=((17, 40), (33, 41), (9, 70)),
+        lengths=((9, 40), (17, 21)),
     ),
     Compiled(
         "packed",
@@ -277,7 +278,7 @@ COMPILED = (
         lambda q_len, kv_len: (ends(q_len), ends(kv_len), normal(2)),
         sizes=(1, 2, 1, 16, 16, 16),
         order=(0, 2, 1, 3),
-        lengths=((17, 40), (33, 41), (9, 70)),
+        lengths=((17, 40), (9, 21)),
     ),
 )  # fmt: skip
 
@@ -303,12 +304,12 @@ def test_one_compilation_serves_all_lengths_forward_and_backward(
                 assert_within(x.grad, y.grad, z.grad, f"gradient {i}")
 
 
-@pytest.mark.parametrize("case", [COMPILED[7], COMPILED[-1]], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", COMPILED[-1:], ids=lambda case: case.id)
 def test_lengths_are_found_to_be_dynamic(case: Compiled, device: str, fresh_compile: None) -> None:
     """Without dynamic=True torch compiles once for the first length and once more for all others."""
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(case.call, fullgraph=True, backend=counter)
-    for lengths in (*case.lengths, (21, 50) if case.lengths[0][0] != case.lengths[0][1] else (21, 21)):
+    for lengths in (*case.lengths, (21, 50)):
         inputs = case.inputs(*lengths, device)
         assert torch.equal(compiled(*inputs), case.call(*inputs))
     assert counter.frame_count == 2

@@ -266,7 +266,7 @@ def test_b81_offsets_that_are_wrong(name, device):
 
 
 def test_b09_first_rows_past_2_to_the_31(device):
-    """Rows 2**24 cells apart: the second sequence begins at cell 2**31. Offsets are 64-bit before they meet a stride."""
+    """Rows 2**24 cells apart: the second sequence begins at cell 2**31. Offsets are 64-bit before a stride meets them."""
     if test_cases.free_gigabytes(device) < 6:
         pytest.skip(f"needs 6 GB of free memory on {device}")
     rows, step = 133, 2**24
