@@ -74,13 +74,25 @@ BAD = (
         dict(q=Q.transpose(1, 2), k=K.transpose(1, 2), v=V.transpose(1, 2), layout="bshd",
              attn_mask=torch.zeros(5, 4, 7)),
         ValueError, ("attn_mask: got shape (1, 5, 4, 7)", "(B, Hq, Sq, Sk) = (1, 4, 5, 7)")),
-    Bad("softcap", dict(softcap=-1.0), ValueError, ("softcap: got -1.0", "expected a finite number >= 0")),
+    Bad("softcap", dict(softcap=-1.0), ValueError, ("softcap: got -1.0", "expected 0 (none) or a finite number")),
     Bad("dropout", dict(dropout_p=1.5), ValueError, ("dropout_p: got 1.5", "expected a probability, 0 to 1")),
     Bad("score_mod", dict(score_mod="no such"), ValueError, ("score_mod: got 'no such', registered are",)),
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("case", BAD, ids=lambda case: case.id)
+CACHED = pytest.mark.xfail(strict=True, reason="the short way of plain calls hashes and tests what it has not checked")
+UNHASHABLE = (
+    Bad("causal is a list", dict(causal=["top_left"]), ValueError, ("causal: got ['top_left']", "'bottom_right'")),
+    Bad("window of three", dict(window=[1, 2, 3]), ValueError, ("window: got [1, 2, 3]", "a pair (left, right)")),
+    Bad("window of lists", dict(window=([1], 2)), TypeError, ("window: got ([1], 2)", "expected integers")),
+    Bad("arguments of a mod are a tensor", dict(score_mod_args=torch.zeros(2)), TypeError,
+        ("score_mod_args: got Tensor, expected a tuple of tensors",)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case", [*BAD, *(pytest.param(case, marks=CACHED) for case in UNHASHABLE)], ids=lambda case: case.id
+)
 def test_attention_says_what_came_and_what_was_expected(case: Bad) -> None:
     with pytest.raises(case.error) as caught:
         lazymax.attention(**{**dict(q=Q, k=K, v=V), **case.change})

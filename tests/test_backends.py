@@ -191,6 +191,7 @@ class Condition:
 
 
 PACKED = dict(cu_seqlens_q=torch.tensor([0, 9, 300]), cu_seqlens_k=torch.tensor([0, 9, 300]))  # 300 // 64 + 2 + 1 slots
+WITHOUT = "for problems without masks, mods and the like"
 CONDITIONS = (
     Condition("none", When()),
     Condition("usual head dims", When(), (1, 2, 2, 8, 8, 256)),
@@ -201,10 +202,11 @@ CONDITIONS = (
     Condition("head dim of v outside", When(max_v_head_dim=64), (1, 2, 2, 300, 300, 64, 72),
               words="for head dims of v to 64, got 72"),
     Condition("plain", When(plain=True)),
-    Condition("not plain", When(plain=True), features=dict(attn_mask=torch.ones(300) > 0), words="for plain problems"),
-    Condition("modified", When(plain=True), features=dict(softcap=1.0), words="for plain problems"),
-    Condition("too plain", When(plain=False), words="for masks, mods, dropout and packed sequences"),
-    Condition("sinks are plain", When(plain=True), features=dict(sinks=torch.zeros(2))),
+    Condition("not plain", When(plain=True), features=dict(attn_mask=torch.ones(300) > 0), words=WITHOUT),
+    Condition("modified", When(plain=True), features=dict(softcap=1.0), words=WITHOUT),
+    Condition("sinks", When(plain=True), features=dict(sinks=torch.zeros(2)), words=WITHOUT),
+    Condition("lengths are plain", When(plain=True), features=dict(seqlens_k=torch.tensor([9]))),
+    Condition("too plain", When(plain=False), words="for masks, mods and the like"),
     Condition("window inside", When(window=True), features=dict(window=(3, None))),
     Condition("window outside", When(window=True), words="for windows"),
     Condition("window unwanted", When(window=False), features=dict(window=(3, None)),

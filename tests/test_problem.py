@@ -356,7 +356,7 @@ FEATURES = (
             True),
     Feature("softcap", dict(softcap=3), dict(softcap=3.0), True),
     Feature("slopes", dict(alibi_slopes=torch.zeros(4)), dict(alibi=True), True),
-    Feature("sinks", dict(sinks=torch.zeros(2, 4)), dict(sinks=True), plain=True),
+    Feature("sinks", dict(sinks=torch.zeros(2, 4)), dict(sinks=True)),
     Feature("lengths", dict(seqlens_k=torch.tensor([3, 4])), dict(seqlens_k=True), plain=True, ragged=True),
     Feature("score_mod", dict(score_mod="test_problem.add", score_mod_args=[torch.zeros(1)]),
             dict(score_mod="test_problem.add"), True),
