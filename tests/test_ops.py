@@ -339,7 +339,8 @@ def test_compiled_under_autocast(device: str, strict_compile: None) -> None:
 
 
 @pytest.mark.xfail(strict=True, reason="dynamo warns of the lru_cache in options.py, in every program that compiles")
-def test_compiling_warns_of_nothing(device: str, fresh_compile: None) -> None:
+def test_compiling_warns_of_nothing(device: str, fresh_compile: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._dynamo.utils, "warn_once_cache", set())
     q, k, v = make_qkv(1, 2, 2, 9, 9, 16, dtype=torch.float32, device=device)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
