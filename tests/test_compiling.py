@@ -28,6 +28,8 @@ backend = registry()[name]
 for arch in map(arches.by_name, archs):
     found = {}
     for problem in compiling.problems(("bf16", "fp32")):
+        if compiling.select_tile(backend, problem, arch)[0] is None:
+            continue  # head dims for which the portable rows serve
         chosen = plan(problem, arch, name)
         band = (problem.first_offset is not None, problem.last_offset is not None)
         found.setdefault((chosen.tile, problem.dtype, problem.head_dim, band), (problem, chosen))

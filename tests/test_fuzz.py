@@ -5,12 +5,12 @@ size, each a test of its own with a seed of its own, so that `-n WORKERS` spread
 seed of a run is 0 under CI, that of `--hypothesis-seed` if given, else a new one; a failure prints it.
 
 Compiled, every choice that ends in another binary costs seconds. So on a GPU a shard draws these choices once, from its
-seed: that is its variant. Its examples share them and differ in lengths, values and data. 10,000 examples are 100
-shards, hence 100 variants, of one to five binaries each (the table's row, hence the tile, depends on the lengths, and a
-list of key blocks takes two more kernels). Triton compiles anew for a stride that 16 divides; the lengths of a variant
-are all odd, or all multiples of 16, ..., see LENGTHS, so that no stride comes both ways. In the interpreter, where
-nothing is compiled, every example draws everything anew. `_build` is what both draw from: choices out of finite lists,
-all made before the free ones, or the variant would depend on those.
+seed: that is its variant. Its examples share them and differ in lengths, values and data. `--fuzz-shard N` says how
+many those are: 10,000 in shards of 100 are 100 variants, of two binaries each on average and nine at most (the table's
+row, hence the tile, depends on the lengths, and a list of key blocks takes two more kernels). Triton compiles anew for
+a stride that 16 divides; the lengths of a variant are all odd, or all multiples of 16, ..., see LENGTHS, so that no
+stride comes both ways. In the interpreter, where nothing is compiled, every example draws everything anew. `_build` is
+what both draw from: choices out of finite lists, all made before the free ones, or the variant would depend on those.
 
 What failed once is in FOUND.
 """
@@ -386,7 +386,7 @@ def _build(pick: Pick, packed: bool, compiled: bool) -> dict[str, Any]:
 LENGTHS: dict[str, Callable[[int], int]] = {
     "odd": lambda n: max(3, n | 1),
     "even": lambda n: n // 4 * 4 + 2,
-    "sixteens": lambda n: n // 16 * 16 + 16,
+    "sixteens": lambda n: max(16, -(-n // 16) * 16),
     "one": lambda n: 1,
     "any": lambda n: n,
 }
@@ -509,11 +509,11 @@ def farther(low: torch.Tensor, nudged: torch.Tensor, exact: torch.Tensor) -> tor
 
 
 def nudge(t: torch.Tensor) -> torch.Tensor:
-    """Changed in the 21st bit: some 4 roundings of fp32, more for long dot products, which a GPU adds up one by one. One
-    run in low precision tells too little of what rounding costs where scores are large and rows are few.
+    """Changed in the 21st bit: some 4 roundings of fp32, more for long dot products, which a GPU adds up one by one.
+    One run in low precision tells too little of what rounding costs where scores are large and rows are few.
 
-    Seen on an H200: scores of 12,000 in fp32 at D = 256, output off by 0.0041 where torch's own order of additions costs
-    0.0006. Scores added up in sequence, all else in float64, are off by 0.0041 too.
+    Seen on an H200: scores of 12,000 in fp32 at D = 256, output off by 0.0041 where torch's own order of additions
+    costs 0.0006. Scores added up in sequence, all else in float64, are off by 0.0041 too.
     """
     generator = torch.Generator(t.device).manual_seed(0)
     noise = torch.randn(t.shape, generator=generator, dtype=FP64, device=t.device)
@@ -570,6 +570,45 @@ def fuzz(packed: bool, shard: Shard, config: pytest.Config, device: str) -> None
 def no_near_copies(monkeypatch):
     """Hypothesis follows every example by up to five that repeat parts of it: half of all had the same seed."""
     monkeypatch.setattr(ConjectureRunner, "generate_mutations_from", lambda runner, data: None, raising=False)
+
+
+# What the fuzz found, made smaller by hand.
+FOUND = {
+    # Rows of no sequence got the sink as their LSE; with sinks of each sequence, what lies behind the last.
+    "sinks-behind-the-last-sequence": Call(
+        sinks="(H,)", seqlens=torch.int32, lengths=((22, 28),), behind=(3, 3), kv_heads=2, group=3
+    ),
+    "sinks-of-each-behind-the-last-sequence": Call(
+        sinks="(B, H)", seqlens=torch.int64, lengths=((2, 8), (0, 3)), behind=(40, 40), kv_heads=2, row="32x16-branch"
+    ),
+    "sinks-of-no-sequence": Call(sinks="(H,)", seqlens=torch.int64, lengths=(), behind=(3, 3), group=4),
+    # tanh by (1 - e) / (1 + e) lost scores far below the cap.
+    "softcap-far-above-the-scores": Call(dtype=FP32, softcap=1e4, q_len=4, kv_len=20),
+    "softcap-very-far-above-the-scores": Call(dtype=FP32, softcap=1e8, q_len=4, kv_len=20, row="16x16"),
+    # On an H200, right: scores of 12,000, where the budget counted the roundings of a shorter dot product.
+    "huge-scores-of-large-heads": Call(
+        dtype=FP32, head_dim=256, v_head_dim=40, scale=1.5, size=6.0, loud=True, q_len=5, kv_len=40
+    ),
+    # Few rows of large scores: one run in low precision tells too little of what rounding costs.
+    "large-scores-of-few-rows": Call(
+        dtype=FP32, kv_heads=2, group=3, head_dim=96, v_head_dim=512, scale=1.9661858081817627, seqlens=torch.int32,
+        lengths=((1, 15), (11, 32), (0, 5), (1, 8), (3, 10)), behind=(40, 40), threshold=2.5, size=6.0, seed=952,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call", FOUND.values(), ids=FOUND)
+def test_found(call, device):
+    check(call, device)
+
+
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_a_length_of_a_kind_is_of_that_kind(kind):
+    """Else the search for the next length of a kind, which fills up packed rows, would not end."""
+    for n in range(100):
+        of_kind = LENGTHS[kind](n)
+        assert LENGTHS[kind](of_kind) == of_kind
+        assert kind == "one" or any(LENGTHS[kind](m) == m for m in range(n, n + 17))
 
 
 def test_attention(shard, pytestconfig, device):

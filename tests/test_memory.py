@@ -1,6 +1,7 @@
 """`kernels.memory`: tiles in and out, their edges, strides and 64-bit offsets."""
 
 import math
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lazymax.kernels import memory
-from lazymax.kernels.launch import describe, view_strides
+from lazymax.kernels.launch import describe, pieces, view_strides
 from lazymax.problem import Problem, output_strides
 from lazymax.testing import moat
 
@@ -35,6 +36,24 @@ def _store(target, batch, head, start, n_rows, N_COLS: tl.constexpr, ROWS: tl.co
     """Cell (row, column) of the tile holds 100 * row + column."""
     tile = (tl.arange(0, ROWS)[:, None] * 100 + tl.arange(0, COLS)[None, :]).to(tl.float32)
     memory.store_tile(target, batch, head, start, n_rows, tile, N_COLS, WIDE)
+
+
+@triton.jit
+def _pieces(source, described, out, batch, head, start, n_rows, config, PIECES, N_COLS: tl.constexpr,
+            ROWS: tl.constexpr, ALL: tl.constexpr, CHECK_ROWS: tl.constexpr, DESCRIBED: tl.constexpr):  # fmt: skip
+    """Store the tuple of tiles side by side, each at its first column, into (ROWS, ALL)."""
+    tiles = memory.load_pieces(source, described, batch, head, start, n_rows, ROWS, CHECK_ROWS, config, N_COLS, PIECES,
+                               DESCRIBED)  # fmt: skip
+    for i in tl.static_range(len(tiles)):
+        cols = PIECES[i][0] + tl.arange(0, PIECES[i][1])
+        tl.store(out + tl.arange(0, ROWS)[:, None] * ALL + cols[None, :], tiles[i])
+
+
+@triton.jit
+def _store_pieces(source, target, batch, head, start, n_rows, config, PIECES, N_COLS: tl.constexpr, ROWS: tl.constexpr):
+    tiles = memory.load_pieces(source, None, batch, head, start, n_rows, ROWS, True, config, N_COLS, PIECES, False)
+    for i in tl.static_range(len(tiles)):
+        memory.store_tile(target, batch, head, start, n_rows, tiles[i], N_COLS, config.WIDE, PIECES[i][0])
 
 
 @triton.jit
@@ -189,3 +208,94 @@ def test_view_frees_the_strides_of_single_dimensions():
     """Otherwise a batch of 1 with another stride would build the kernel again."""
     t = torch.zeros(1, 2, 1, 8).as_strided((1, 2, 1, 8), (77, 8, 33, 1))
     assert view_strides(t) == (0, 8, 0)
+
+
+# ---- head dimensions in pieces ----
+
+
+class Config(NamedTuple):
+    """What `load_pieces` asks of the launcher's."""
+
+    WIDE: tl.constexpr = tl.constexpr(False)
+
+
+def constant(parts):
+    return tuple(tuple(tl.constexpr(n) for n in part) for part in parts)
+
+
+@pytest.mark.parametrize("dim, least, want", [
+    (64, 16, ((0, 64),)), (96, 16, ((0, 64), (64, 32))), (80, 16, ((0, 64), (64, 16))), (40, 64, ((0, 64),)),
+    (192, 16, ((0, 128), (128, 64))), (40, 16, ((0, 32), (32, 16))), (1, 16, ((0, 16),)), (17, 16, ((0, 32),)),
+    (72, 64, ((0, 64), (64, 16))), (576, 64, ((0, 512), (512, 64))), (576, 16, ((0, 512), (512, 64))),
+])  # fmt: skip
+def test_pieces(dim, least, want):
+    assert pieces(dim, least) == want
+
+
+@pytest.mark.parametrize("least", [16, 64])
+def test_pieces_of_every_head_dim(least):
+    """Powers of two, one behind the other, that hold every column and never multiply more than one tile would."""
+    for dim in range(1, 577):
+        parts = pieces(dim, least)
+        whole = max(least, triton.next_power_of_2(dim))
+        assert [first for first, _ in parts] == [0, *(parts[0][1],) * (len(parts) - 1)]
+        assert all(n & (n - 1) == 0 and n >= 16 for _, n in parts) and parts[0][1] >= least
+        columns = sum(n for _, n in parts)
+        assert dim <= columns <= whole and (len(parts) == 1 or (parts[0][1] < dim and columns < whole)), (dim, parts)
+
+
+DIMS = [(48, ((0, 32), (32, 16))), (40, ((0, 32), (32, 16))), (33, ((0, 32), (32, 16))), (31, ((0, 32),))]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "bshd", "nan-moat"])
+@pytest.mark.parametrize("n_cols, parts", DIMS, ids=str)
+@pytest.mark.parametrize("n_rows", [16, 21])
+def test_load_pieces(n_rows, n_cols, parts, layout, device):
+    """The same rows as in one tile; 0 behind the last row and the last column, whatever lies there."""
+    t = LAYOUTS[layout](numbered(2, 3, n_rows, n_cols).to(device))
+    width = sum(n for _, n in parts)
+    for batch, head, start in ((0, 0, 0), (1, 2, 16)):
+        out = torch.full((ROWS, width), math.nan, device=device)
+        _pieces[(1,)](view(t), None, out, batch, head, start, n_rows, Config(), constant(parts), n_cols, ROWS, width,
+                      True, False)  # fmt: skip
+        expected = torch.zeros(ROWS, width)
+        rows = t[batch, head, start : start + ROWS].cpu()
+        expected[: len(rows), :n_cols] = rows
+        assert torch.equal(out.cpu(), expected)
+
+
+def test_load_pieces_of_whole_rows_without_check(device):
+    t = moat(numbered(1, 2, 2 * ROWS, 40).to(device), 0, 0, ROWS, 8)
+    out = torch.full((ROWS, 48), math.nan, device=device)
+    _pieces[(1,)](view(t), None, out, 0, 1, ROWS, 2 * ROWS, Config(tl.constexpr(True)), constant(DIMS[1][1]), 40, ROWS,
+                  48, False, False)  # fmt: skip
+    assert torch.equal(out.cpu(), torch.nn.functional.pad(t[0, 1, ROWS:].cpu(), (0, 8)))
+
+
+@pytest.mark.parametrize("n_rows", [16, 21])
+@pytest.mark.parametrize("n_cols", [40, 48])
+def test_load_described_pieces(n_cols, n_rows, device):
+    """A descriptor for each piece; the second begins in the middle of a row."""
+    t = moat(numbered(2, 3, n_rows, n_cols, dtype=torch.float16).to(device), 1, 1, ROWS, 24)
+    parts = ((0, 32), (32, 16))
+    described = tuple(describe(t, ROWS, cols) for _, cols in parts)
+    for batch, head, start in ((0, 0, 0), (1, 2, 16)):
+        out = torch.full((ROWS, 48), math.nan, dtype=torch.float16, device=device)
+        _pieces[(1,)](view(t), described, out, batch, head, start, n_rows, Config(), constant(parts), n_cols, ROWS, 48,
+                      True, True)  # fmt: skip
+        expected = torch.zeros(ROWS, 48, dtype=torch.float16)
+        rows = t[batch, head, start : start + ROWS].cpu()
+        expected[: len(rows), :n_cols] = rows
+        assert torch.equal(out.cpu(), expected)
+
+
+@pytest.mark.parametrize("n_cols, parts", DIMS, ids=str)
+def test_store_pieces_leaves_the_rest_alone(n_cols, parts, device):
+    source = numbered(2, 3, 21, n_cols).to(device)
+    target = moat(torch.full((2, 3, 21, n_cols), -5.0, device=device), 1, 1, ROWS, 24)
+    for start in (0, 16):
+        _store_pieces[(1,)](view(source), view(target), 1, 2, start, 21, Config(), constant(parts), n_cols, ROWS)
+    expected = torch.full((2, 3, 21, n_cols), -5.0)
+    expected[1, 2] = source[1, 2].cpu()
+    assert torch.equal(target.cpu(), expected)
+    assert target._base.isnan().sum() == target._base.numel() - target.numel()

@@ -55,6 +55,86 @@ def _guarded(p, v, acc, out, PRECISION: tl.constexpr, UPCAST: tl.constexpr, M: t
     tl.store(out + m[:, None] * N + n[None, :], result)
 
 
+@triton.jit
+def _columns(ROWS: tl.constexpr, FIRST: tl.constexpr, COLS: tl.constexpr, ALL: tl.constexpr):
+    """Offsets of columns [FIRST, FIRST + COLS) of a (ROWS, ALL) matrix."""
+    return tl.arange(0, ROWS)[:, None] * ALL + (tl.arange(0, COLS) + FIRST)[None, :]
+
+
+@triton.jit
+def _scores(q, k, out, PRECISION: tl.constexpr, UPCAST: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+            A: tl.constexpr, B: tl.constexpr):  # fmt: skip
+    """Of pieces of A and, unless it is 0, of B columns."""
+    q_tile = (tl.load(q + _columns(M, 0, A, A + B)),)
+    k_tile = (tl.load(k + _columns(N, 0, A, A + B)),)
+    if B:
+        q_tile = q_tile + (tl.load(q + _columns(M, A, B, A + B)),)
+        k_tile = k_tile + (tl.load(k + _columns(N, A, B, A + B)),)
+    tl.store(out + _columns(M, 0, N, N), products.scores(q_tile, k_tile, PRECISION, UPCAST))
+
+
+@triton.jit
+def _weighted(p, v, acc, out, found, PRECISION: tl.constexpr, UPCAST: tl.constexpr, GUARDED: tl.constexpr,
+              M: tl.constexpr, K: tl.constexpr, A: tl.constexpr, B: tl.constexpr):  # fmt: skip
+    """acc + p @ v in two pieces; found: what `poisoned` says of the result."""
+    v_tile = (tl.load(v + _columns(K, 0, A, A + B)), tl.load(v + _columns(K, A, B, A + B)))
+    acc_tile = (tl.load(acc + _columns(M, 0, A, A + B)), tl.load(acc + _columns(M, A, B, A + B)))
+    result = products.weighted(tl.load(p + _columns(M, 0, K, K)), v_tile, acc_tile, PRECISION, UPCAST, GUARDED)
+    tl.store(out + _columns(M, 0, A, A + B), result[0])
+    tl.store(out + _columns(M, A, B, A + B), result[1])
+    tl.store(found, products.poisoned(result))
+
+
+@DTYPES
+@pytest.mark.parametrize("a, b", [(32, 0), (32, 16), (16, 32)], ids=str)
+def test_scores_are_the_sum_over_all_pieces(dtype, a, b, device):
+    q, k = randn(M, a + b, dtype=dtype), randn(N, a + b, seed=1, dtype=dtype)
+    out = torch.full((M, N), NAN, device=device)
+    _scores[(1,)](q.to(device), k.to(device), out, "ieee", upcast(dtype), M, N, a, b)
+    budget = within_budget(out.cpu(), q.double() @ k.double().T, q.float() @ k.float().T, eps=2e-6)
+    assert budget.ok, budget
+
+
+def run_weighted(p, v, acc, guarded, device):
+    """(acc + p @ v, whether NaN was found); v of 32 and 16 columns."""
+    out, found = torch.full((M, 48), 7.0, device=device), torch.full((1,), -1, dtype=torch.int32, device=device)
+    tensors = (t.to(device) for t in (p, v, acc))
+    _weighted[(1,)](*tensors, out, found, "ieee", upcast(p.dtype), guarded, M, K, 32, 16)
+    return out.cpu(), found.item()
+
+
+@DTYPES
+@pytest.mark.parametrize("guarded", [False, True], ids=["plain", "guarded"])
+def test_weighted_is_the_product_of_every_piece(dtype, guarded, device):
+    p, v, acc = randn(M, K, dtype=dtype).abs(), randn(K, 48, seed=1, dtype=dtype), randn(M, 48, seed=2)
+    out, found = run_weighted(p, v, acc, guarded, device)
+    exact, low = acc.double() + p.double() @ v.double(), acc + p.float() @ v.float()
+    budget = within_budget(out, exact, low, eps=2e-6)
+    assert budget.ok, budget
+    assert found == 0
+
+
+@pytest.mark.parametrize("column", [0, 31, 32, 47])
+@pytest.mark.parametrize("value", [NAN, INF], ids=str)
+def test_poison_of_any_piece_shows_unless_guarded(value, column, device):
+    """A key of weight 0 whose value is not finite: 0 * inf is NaN in the plain product."""
+    p, v, acc = randn(M, K).abs(), randn(K, 48, seed=1), randn(M, 48, seed=2)
+    p[:, 5], v[5, column] = 0.0, value
+    out, found = run_weighted(p, v, acc, False, device)
+    assert found == 1 and out[:, column].isnan().all()
+    out, found = run_weighted(p, v, acc, True, device)
+    v[5, column] = 0.0
+    budget = within_budget(out, acc.double() + p.double() @ v.double(), acc + p @ v, eps=2e-6)
+    assert budget.ok and found == 0, budget
+
+
+def test_infinity_is_no_poison(device):
+    p, v, acc = randn(M, K).abs() + 0.1, randn(K, 48, seed=1), randn(M, 48, seed=2)
+    v[5, 40] = INF
+    out, found = run_weighted(p, v, acc, False, device)
+    assert found == 0 and (out[:, 40] == INF).all()
+
+
 @DTYPES
 @pytest.mark.parametrize("has_acc", [False, True], ids=["alone", "onto-acc"])
 def test_dot(dtype, has_acc, device):

@@ -190,20 +190,23 @@ def report(
 
 
 HEAD_DIMS = (64, 128, 256)
+ODD_HEAD_DIMS = ((80, 80), (160, 160), (192, 128), (576, 512))  # split ones, and those with rows of their own
 BANDS: tuple[dict[str, Any], ...] = ({}, {"causal": "top_left"}, {"causal": "top_left", "window": (512, None)})
 
 
-def problems(dtypes: tuple[str, ...], head_dims: tuple[int, ...] = HEAD_DIMS) -> Iterator[Problem]:
+def problems(dtypes: tuple[str, ...]) -> Iterator[Problem]:
     """Problems that together select every row of a table: large and small, every band, each dtype and head dim, with
-    strides that descriptors take and with others (rows behind descriptor rows serve those)."""
+    strides that descriptors take and with others, plain and not (rows behind other rows serve those)."""
+    plain = [(dim, dim, rules) for dim in HEAD_DIMS for rules in BANDS]
+    odd = [(dim, v_dim, {}) for dim, v_dim in ODD_HEAD_DIMS]
+    modified = [(dim, dim, {"softcap": 50.0}) for dim in HEAD_DIMS]
     for dtype in dtypes:
-        for head_dim in head_dims:
-            for rules in BANDS:
-                for batch, heads, length in ((4, 32, 4096), (1, 16, 1024), (1, 2, 256)):
-                    shape = (batch, heads, heads, length, length, head_dim)
-                    problem = Problem.from_shape(shape, dtype, return_lse=True, **rules)
-                    yield problem
-                    yield replace(problem, descriptor_refusal="compiled for strides that descriptors cannot take")
+        for head_dim, v_head_dim, rules in (*plain, *odd, *modified):
+            for batch, heads, length in ((4, 32, 4096), (1, 16, 1024), (1, 2, 256)):
+                shape = (batch, heads, heads, length, length, head_dim, v_head_dim)
+                problem = Problem.from_shape(shape, dtype, return_lse=True, **rules)
+                yield problem
+                yield replace(problem, descriptor_refusal="compiled for strides that descriptors cannot take")
 
 
 def rows(arch: Arch, backend: Backend, dtypes: tuple[str, ...]) -> dict[tuple[Tile, str, int, bool, bool], Problem]:
