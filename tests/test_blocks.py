@@ -132,6 +132,8 @@ def read(row: torch.Tensor) -> dict[int, str]:
 
 
 HOLES = torch.arange(100)[None, :] // 16 != torch.arange(37)[:, None] // 16 + 1  # whole blocks away, others left
+KEYS = torch.arange(4200)
+THIRDS = (KEYS // 16 % 3 != 1) & ((KEYS // 16 % 3 != 2) | (KEYS % 16 != 5))  # full, none, partial, and again
 PADDING = torch.arange(100) < torch.tensor([80, 33])[:, None, None, None]
 CASES = (
     Case("all kept", dict(attn_mask=torch.ones(1, 100) > 0)),
@@ -161,7 +163,7 @@ CASES = (
     Case("packed, causal, rows of no sequence", dict(
         mask_mod="calls.sieve", mask_mod_args=(torch.tensor([99, 99]),), cu_seqlens_q=torch.tensor([0, 20, 33]),
         cu_seqlens_k=torch.tensor([0, 40, 91]), causal="bottom_right"), (1, 2, 1, 37, 100)),
-    Case("more blocks than a chunk", dict(attn_mask=torch.arange(4200) // 16 % 3 != 1), (1, 1, 1, 3, 4200)),
+    Case("more blocks than a chunk", dict(attn_mask=THIRDS), (1, 1, 1, 3, 4200)),
 )  # fmt: skip
 
 
