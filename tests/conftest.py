@@ -39,8 +39,8 @@ def pytest_configure(config):
     )
 
 
-# Long sweeps of interpreted kernels: a default run takes a fixed quarter of their parametrised cases, `--slow` and a GPU
-# take all.
+# Long sweeps of interpreted kernels: a default run takes a fixed quarter of their parametrised cases, `--slow` and a
+# GPU take all.
 SWEEPS = {
     "test_features.py",
     "test_varlen.py",

@@ -265,8 +265,9 @@ def test_b81_offsets_that_are_wrong(name, device):
         lazymax.attention_varlen(*packed(q, k, v), of_q, of_k)
 
 
+@pytest.mark.slow  # gigabytes
 def test_b09_first_rows_past_2_to_the_31(device):
-    """Rows 2**24 cells apart: the second sequence begins at cell 2**31. Offsets are 64-bit before a stride meets them."""
+    """Rows 2**24 cells apart: the second sequence begins at cell 2**31. Offsets are 64-bit before strides meet them."""
     if test_cases.free_gigabytes(device) < 6:
         pytest.skip(f"needs 6 GB of free memory on {device}")
     rows, step = 133, 2**24

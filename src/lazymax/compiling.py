@@ -197,9 +197,9 @@ BANDS: tuple[dict[str, Any], ...] = ({}, {"causal": "top_left"}, {"causal": "top
 def problems(dtypes: tuple[str, ...]) -> Iterator[Problem]:
     """Problems that together select every row of a table: large and small, every band, each dtype and head dim, with
     strides that descriptors take and with others, plain and not (rows behind other rows serve those)."""
-    plain = [(dim, dim, rules) for dim in HEAD_DIMS for rules in BANDS]
-    odd = [(dim, v_dim, {}) for dim, v_dim in ODD_HEAD_DIMS]
-    modified = [(dim, dim, {"softcap": 50.0}) for dim in HEAD_DIMS]
+    plain: list[tuple[int, int, dict[str, Any]]] = [(dim, dim, rules) for dim in HEAD_DIMS for rules in BANDS]
+    odd: list[tuple[int, int, dict[str, Any]]] = [(dim, v_dim, {}) for dim, v_dim in ODD_HEAD_DIMS]
+    modified: list[tuple[int, int, dict[str, Any]]] = [(dim, dim, {"softcap": 50.0}) for dim in HEAD_DIMS]
     for dtype in dtypes:
         for head_dim, v_head_dim, rules in (*plain, *odd, *modified):
             for batch, heads, length in ((4, 32, 4096), (1, 16, 1024), (1, 2, 256)):
