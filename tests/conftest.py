@@ -25,7 +25,9 @@ def pytest_addoption(parser):
     group = parser.getgroup("lazymax")
     group.addoption("--slow", action="store_true", help="run the long sweeps too")
     group.addoption("--fuzz-shard", type=int, metavar="N", help="examples that share one variant on a GPU")
-    group.addoption("--fuzz-examples", type=int, metavar="N", help="examples per fuzz test (a GPU does thousands)")
+    group.addoption(
+        "--fuzz-examples", type=int, metavar="N", help="examples of all fuzz tests together (a GPU does thousands)"
+    )
 
 
 def pytest_configure(config):

@@ -117,7 +117,6 @@ def test_opcheck_of_the_backward(case: Op, device: str) -> None:
     torch.library.opcheck(BACKWARD, (grad_out, grad_lse, q, k, v, *extras, *rules, [case.grad] * 4))
 
 
-@pytest.mark.xfail(strict=True, reason="real: float32 from the compute dtype, fake: the dtype of q")
 def test_gradients_that_are_not_wanted_are_empty_as_fake_says(device: str) -> None:
     q, k, v = make_qkv(1, 2, 2, 5, 7, 8, dtype=torch.float16, device=device)
     extras, rules = parse_options(q, attn_mask=normal(5, 7).to(device), sinks=normal(2).to(device))
@@ -338,7 +337,6 @@ def test_compiled_under_autocast(device: str, strict_compile: None) -> None:
         assert out.dtype == torch.bfloat16 and torch.equal(out, call(q, k, v.bfloat16()))
 
 
-@pytest.mark.xfail(strict=True, reason="dynamo warns of the lru_cache in options.py, in every program that compiles")
 def test_compiling_warns_of_nothing(device: str, fresh_compile: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._dynamo.utils, "warn_once_cache", set())
     q, k, v = make_qkv(1, 2, 2, 9, 9, 16, dtype=torch.float32, device=device)

@@ -12,6 +12,8 @@ from .extras import NO_EXTRAS, Extras, Rules
 from .options import parse_options, plain_rules
 from .problem import Problem
 
+NOTHING: tuple[torch.Tensor, ...] = ()
+
 
 def attention(
     q: torch.Tensor,
@@ -29,9 +31,9 @@ def attention(
     dropout_p: float = 0.0,
     dropout_seed: torch.Tensor | None = None,
     score_mod: str | None = None,
-    score_mod_args: Sequence[torch.Tensor] = (),
+    score_mod_args: Sequence[torch.Tensor] = NOTHING,
     mask_mod: str | None = None,
-    mask_mod_args: Sequence[torch.Tensor] = (),
+    mask_mod_args: Sequence[torch.Tensor] = NOTHING,
     layout: str = "bhsd",
     impl: str = "auto",
     return_lse: bool = False,
@@ -93,7 +95,7 @@ def attention(
     _check_types(q, k, v, layout, impl, rescale_threshold, return_lse)
     plain = attn_mask is alibi_slopes is sinks is seqlens_k is None and score_mod is mask_mod is None
     plain = plain and type(softcap) is type(dropout_p) is float and softcap == dropout_p == 0
-    if plain and not score_mod_args and not mask_mod_args:
+    if plain and score_mod_args is mask_mod_args is NOTHING:
         extras, rules = NO_EXTRAS, plain_rules(causal, window, scale, window_align)
         return _call(q, k, v, extras, rules, layout, impl, rescale_threshold, return_lse)
     options = dict(
@@ -142,9 +144,9 @@ def attention_varlen(
     dropout_p: float = 0.0,
     dropout_seed: torch.Tensor | None = None,
     score_mod: str | None = None,
-    score_mod_args: Sequence[torch.Tensor] = (),
+    score_mod_args: Sequence[torch.Tensor] = NOTHING,
     mask_mod: str | None = None,
-    mask_mod_args: Sequence[torch.Tensor] = (),
+    mask_mod_args: Sequence[torch.Tensor] = NOTHING,
     impl: str = "auto",
     return_lse: bool = False,
     rescale_threshold: float | None = None,

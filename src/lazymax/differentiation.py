@@ -23,7 +23,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...]) -> None:
     extras, rules, options = ops.parsed(inputs[3:])
     ctx.save_for_backward(*inputs[:3], *extras[:N_SINGLE], *extras.score_args, *extras.mask_args)
     ctx.rules, ctx.options = rules, ops.Options(*options)
-    ctx.n_score_args = len(extras.score_args)
+    ctx.n_score_args, ctx.n_mask_args = len(extras.score_args), len(extras.mask_args)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -51,9 +51,8 @@ def _gradients(
 
 def _differentiate(ctx: Any, grad_out: torch.Tensor, grad_lse: torch.Tensor | None) -> tuple[Any, ...]:
     grads, of_extras, of_args = _gradients(ctx, ctx.needs, grad_out, grad_lse, torch.ops.lazymax.attention_backward)
-    n_mask_args = len(ctx.saved_tensors) - 3 - N_SINGLE - ctx.n_score_args
     none = (None,) * (ops.N_RULES + len(ops.Options._fields))
-    return (*grads, *of_extras, *(None,) * (N_SINGLE - 3), of_args, [None] * n_mask_args, *none)
+    return (*grads, *of_extras, *(None,) * (N_SINGLE - 3), of_args, [None] * ctx.n_mask_args, *none)
 
 
 def _refuse_double_backward(ctx: Any, *grads: torch.Tensor) -> None:
@@ -89,7 +88,7 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: torch.Tensor, grad_lse: torch.Tensor | None) -> tuple[Any, ...]:
-        n_mask = len(ctx.saved_tensors) - 3 - N_SINGLE - ctx.n_score_args
+        n_mask = ctx.n_mask_args
         first = 5 + N_SINGLE
         wanted = ctx.needs_input_grad
         needs = [*wanted[5:8], any(wanted[first : first + ctx.n_score_args])]

@@ -21,7 +21,7 @@ def parse_causal(causal: str | bool | None) -> str | None:
             "causal: got True, expected 'top_left' (PyTorch: query i sees keys 0..i) or 'bottom_right' (flash-attn: "
             "the last query sees all keys); they differ when q and k have different lengths"
         )
-    if causal not in ALIGNMENTS:
+    if not isinstance(causal, str) or causal not in ALIGNMENTS:
         raise ValueError(f"causal: got {causal!r}, expected None, 'top_left' or 'bottom_right'")
     return causal
 
@@ -125,18 +125,23 @@ def plain_rules(
     causal: str | None, window: tuple[int | None, int | None] | None, scale: float | None, window_align: str | None
 ) -> Rules:
     """The rules of a call without extras, from a cache: such calls are the short ones."""
-    if isinstance(window, list):
-        window = (window[0], window[1]) if len(window) == 2 else window
-    return _plain_rules(causal, window, scale, window_align)
+    try:
+        if torch.compiler.is_compiling():  # dynamo ignores caches, and says so to the user
+            return _plain_rules(causal, window, scale, window_align)
+        return _cached_rules(causal, window, scale, window_align)
+    except TypeError:  # a list does not hash; it is checked like the rest
+        return _plain_rules(causal, window, scale, window_align)
 
 
-@functools.lru_cache(maxsize=256, typed=True)
 def _plain_rules(causal: Any, window: Any, scale: Any, window_align: Any) -> Rules:
     if scale is not None and not isinstance(scale, int | float):
         raise TypeError(f"scale: got {scale!r}, expected a number")
     named = parse_causal(causal)
     left, right = parse_window(window)
     return Rules(named is not None, left, right, align_of(named, window_align), scale)
+
+
+_cached_rules = functools.lru_cache(maxsize=256, typed=True)(_plain_rules)
 
 
 def parse_length(name: str, length: Any) -> int | None:

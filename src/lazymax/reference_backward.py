@@ -51,7 +51,7 @@ class _Sums:
         return [
             *(total.to(t.dtype) for total, t in zip((self.q, self.k, self.v), self.inputs, strict=True)),
             *(
-                self.q.new_empty(0) if total is None or t is None else total.to(t.dtype)
+                self.inputs[0].new_empty(0) if total is None or t is None else total.to(t.dtype)
                 for total, t in zip(sums, self.optional, strict=True)
             ),
         ]

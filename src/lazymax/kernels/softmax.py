@@ -95,7 +95,7 @@ def finish(m, l, acc, scale_log2):
 def finish_with_sink(m, l, acc, scale_log2, sink):
     """The same with one more key of logit `sink` (natural units) and value 0. A row that saw no other key gives 0 and
     the sink."""
-    own = natural(m, scale_log2)
+    own = tl.where(l == 0.0, NEVER, natural(m, scale_log2))
     top = tl.maximum(own, sink)
     weight = tl.exp2((own - top) / LN2)
     total = l * weight + tl.exp2((sink - top) / LN2)
