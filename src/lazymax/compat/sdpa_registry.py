@@ -26,7 +26,7 @@ def register_with_torch() -> None:
     torch.nn.attention.varlen the packed sequences. torch's kernels keep the calls that `left_to_torch` names, and
     varlen_attn_out.
 
-    A GPU without a flash backend in torch (gfx1151) never gets there: `replace_sdpa` is for those.
+    A GPU without a flash backend in torch never gets there: `replace_sdpa` is for those.
 
     Raises NotImplementedError where torch has no registry (before 2.10).
     """

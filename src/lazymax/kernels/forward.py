@@ -150,7 +150,7 @@ def attention_forward(q, k, v, out, lse, q_tiles, k_tiles, v_tiles, q_tails, k_t
 
     The heads of a batch element run side by side, tile by tile: heads of a group share their keys in L2, and under a
     causal mask the longest tiles start first. Plain program ids, not divisions of one, keep head and batch in uniform
-    registers; a few registers fewer is what lets two programs of 256 threads share an SM of sm_90.
+    registers; a few registers fewer is what lets two programs of 256 threads share an SM of Hopper.
     """
     BLOCK_M: tl.constexpr = config.BLOCK_M
     BLOCK_N: tl.constexpr = config.BLOCK_N
