@@ -16,19 +16,18 @@ INSTEAD = (
     "call torch's own scaled_dot_product_attention (lazymax.reference.TORCH_SDPA) under "
     "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) for that"
 )
-N_SINGLE = ops.N_EXTRAS - 2  # of the extras, those that are no lists
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...]) -> Extras:
     extras, rules, options = ops.parsed(inputs[3:])
-    ctx.save_for_backward(*inputs[:3], *extras[:N_SINGLE], *extras.score_args, *extras.mask_args)
+    ctx.save_for_backward(*inputs[:3], *extras[: ops.N_SINGLE], *extras.score_args, *extras.mask_args)
     ctx.rules, ctx.options = rules, ops.Options(*options)
     ctx.n_score_args, ctx.n_mask_args = len(extras.score_args), len(extras.mask_args)
+    return extras
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    _save(ctx, inputs)
-    extras, _, _ = ops.parsed(inputs[3:])
+    extras = _save(ctx, inputs)
     ctx.needs = [t is not None and t.requires_grad for t in extras[:3]]
     ctx.needs += [any(t.requires_grad for t in extras.score_args)]
 
@@ -38,13 +37,14 @@ def _gradients(
 ) -> Any:
     """Gradients of q, k, v; of mask, slopes and sinks; of the score_args. None where `needs` says no."""
     q, k, v, *rest = ctx.saved_tensors
-    n = N_SINGLE + ctx.n_score_args
-    extras = (*rest[:N_SINGLE], list(rest[N_SINGLE:n]), list(rest[n:]))
+    n = ops.N_SINGLE + ctx.n_score_args
+    extras = (*rest[: ops.N_SINGLE], list(rest[ops.N_SINGLE : n]), list(rest[n:]))
     grad_lse = grad_lse if ctx.options.return_lse else None
     grads = operator(grad_out, grad_lse, q, k, v, *extras, *ctx.rules, needs)
     of_extras = [g if need else None for g, need in zip(grads[3:6], needs, strict=False)]
     of_args = [
-        g if needs[3] and t.is_floating_point() else None for g, t in zip(grads[6:], rest[N_SINGLE:n], strict=True)
+        g if needs[3] and t.is_floating_point() else None
+        for g, t in zip(grads[6:], rest[ops.N_SINGLE : n], strict=True)
     ]
     return grads[:3], of_extras, of_args
 
@@ -52,7 +52,7 @@ def _gradients(
 def _differentiate(ctx: Any, grad_out: torch.Tensor, grad_lse: torch.Tensor | None) -> tuple[Any, ...]:
     grads, of_extras, of_args = _gradients(ctx, ctx.needs, grad_out, grad_lse, torch.ops.lazymax.attention_backward)
     none = (None,) * (ops.N_RULES + len(ops.Options._fields))
-    return (*grads, *of_extras, *(None,) * (N_SINGLE - 3), of_args, [None] * ctx.n_mask_args, *none)
+    return (*grads, *of_extras, *(None,) * (ops.N_SINGLE - 3), of_args, [None] * ctx.n_mask_args, *none)
 
 
 def _refuse_double_backward(ctx: Any, *grads: torch.Tensor) -> None:
@@ -65,7 +65,7 @@ def _refuse_jvp(ctx: Any, *tangents: Any) -> None:
 
 def _nested(n_score: int, n_mask: int, before: int, flat: Sequence[Any]) -> tuple[Any, ...]:
     """Arguments of an operator from flat ones, which transforms track: `before` tensors, then the extras."""
-    first = before + N_SINGLE
+    first = before + ops.N_SINGLE
     middle, last = first + n_score, first + n_score + n_mask
     return (*flat[:first], list(flat[first:middle]), list(flat[middle:last]), *flat[last:])
 
@@ -89,7 +89,7 @@ class _Forward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: torch.Tensor, grad_lse: torch.Tensor | None) -> tuple[Any, ...]:
         n_mask = ctx.n_mask_args
-        first = 5 + N_SINGLE
+        first = 5 + ops.N_SINGLE
         wanted = ctx.needs_input_grad
         needs = [*wanted[5:8], any(wanted[first : first + ctx.n_score_args])]
 
@@ -100,7 +100,7 @@ class _Forward(torch.autograd.Function):
 
         grads, of_extras, of_args = _gradients(ctx, needs, grad_out, grad_lse, operator)
         none = (None,) * (n_mask + ops.N_RULES + len(ops.Options._fields))
-        return (None, None, *grads, *of_extras, *(None,) * (N_SINGLE - 3), *of_args, *none)
+        return (None, None, *grads, *of_extras, *(None,) * (ops.N_SINGLE - 3), *of_args, *none)
 
 
 class _Backward(torch.autograd.Function):
@@ -133,7 +133,7 @@ def forward(
         return torch.ops.lazymax.attention_forward(q, k, v, *extras, *rules, *options)  # type: ignore[no-any-return]
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
         n_score, n_mask = len(extras.score_args), len(extras.mask_args)
-        flat = (*extras[:7], *extras.score_args, *extras.mask_args, *rules, *options)
+        flat = (*extras[: ops.N_SINGLE], *extras.score_args, *extras.mask_args, *rules, *options)
         return _Forward.apply(n_score, n_mask, q, k, v, *flat)  # type: ignore[no-any-return,no-untyped-call]
     plain = type(q) is type(k) is type(v) is torch.Tensor and torch._C._len_torch_dispatch_stack() == 0
     plain &= torch._C._get_tracing_state() is None
@@ -157,9 +157,8 @@ def _fold(info: Any, in_dims: Sequence[int | None], tensors: Sequence[torch.Tens
 
 def _fold_extras(info: Any, in_dims: Sequence[Any], batch: int, extras: Extras, rules: Rules) -> Extras:
     """The extras of the folded batch. Raises NotImplementedError for what has no place in it."""
-    for mod in filter(None, (rules.score_mod, rules.mask_mod)):
-        kind = "score_mod" if mod == rules.score_mod else "mask_mod"
-        if mods.get(kind, mod).uses("b"):
+    for kind, mod in (("score_mod", rules.score_mod), ("mask_mod", rules.mask_mod)):
+        if mod is not None and mods.get(kind, mod).uses("b"):
             raise NotImplementedError(f"{kind}: got {mod!r}, which looks at b, under vmap, which folds the batch")
     if rules.dropout_p:
         raise NotImplementedError(

@@ -8,7 +8,7 @@ module needs torch only; Triton is imported when the first problem takes a kerne
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -52,6 +52,7 @@ class Options(NamedTuple):
 
 
 N_EXTRAS, N_RULES = len(Extras._fields), len(Rules._fields)
+N_SINGLE: Final = 7  # of the extras, those that are no lists; a literal, so that slices by it have types
 N_NEEDS = 4  # gradients the backward makes on demand: of mask, alibi_slopes, sinks, score_args
 
 FORWARD = "lazymax::attention_forward"
@@ -188,7 +189,7 @@ def _key(extras: Extras) -> tuple[Any, ...]:
     return (
         *(
             t is not None and (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15)
-            for t in (*extras[:7], *extras.score_args, *extras.mask_args)
+            for t in (*extras[:N_SINGLE], *extras.score_args, *extras.mask_args)
         ),
         len(extras.score_args),
     )

@@ -75,29 +75,20 @@ def parse_options(
 ) -> tuple[Extras, Rules]:
     """The optional arguments of `attention()` and `attention_varlen()` as the operator takes them. Without a seed,
     dropout draws one from torch's generator of q's device."""
-    causal = parse_causal(causal)
-    left, right = parse_window(window)
-    align = align_of(causal, window_align)
-    for name, number in (("scale", scale), ("softcap", softcap), ("dropout_p", dropout_p)):
-        if not (isinstance(number, int | float) or (number is None and name == "scale")):
+    rules = plain_rules(causal, window, scale, window_align)
+    for name, number in (("softcap", softcap), ("dropout_p", dropout_p)):
+        if not isinstance(number, int | float):
             raise TypeError(f"{name}: got {number!r}, expected a number")
     for name, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
         if mod is not None and not isinstance(mod, str):
             raise TypeError(f"{name}: got {mod!r}, expected a name given to lazymax.register_{name}")
-    max_seqlen_q = parse_length("max_seqlen_q", max_seqlen_q)
-    max_seqlen_k = parse_length("max_seqlen_k", max_seqlen_k)
-    rules = Rules(
-        causal is not None,
-        left,
-        right,
-        align,
-        scale,
-        softcap,
-        dropout_p,
-        score_mod,
-        mask_mod,
-        max_seqlen_q,
-        max_seqlen_k,
+    rules = rules._replace(
+        softcap=softcap,
+        dropout_p=dropout_p,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        max_seqlen_q=parse_length("max_seqlen_q", max_seqlen_q),
+        max_seqlen_k=parse_length("max_seqlen_k", max_seqlen_k),
     )
     if dropout_p > 0 and dropout_seed is None:
         dropout_seed = torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=q.device)
@@ -124,7 +115,7 @@ def parse_options(
 def plain_rules(
     causal: str | None, window: tuple[int | None, int | None] | None, scale: float | None, window_align: str | None
 ) -> Rules:
-    """The rules of a call without extras, from a cache: such calls are the short ones."""
+    """The rules that every call has, from a cache: calls with nothing else are the short ones."""
     try:
         if torch.compiler.is_compiling():  # dynamo ignores caches, and says so to the user
             return _plain_rules(causal, window, scale, window_align)

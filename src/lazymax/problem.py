@@ -67,9 +67,13 @@ class Problem:
 
     def q_tiles(self, block_m: int) -> int:
         """Query tiles of one head, over the whole batch."""
+        return self.slots(block_m) * (1 if self.packed else self.batch)
+
+    def slots(self, block_m: int) -> int:
+        """Query tiles side by side in a grid: of a batch element, or of all packed sequences."""
         if self.packed:
             return self.packed[0] // block_m + self.batch + 1  # see kernels/sequences.py
-        return self.batch * -(-self.q_len // block_m)
+        return -(-self.q_len // block_m)
 
     @property
     def first_offset(self) -> int | None:

@@ -76,9 +76,7 @@ def fallback(
     `compute_dtype` elsewhere. With dense masks torch's fused CUDA kernels are wrong or refuse on masks that users have
     (2.11: rows of the lowest float, fp32 masks beside bf16, a last dimension that is not contiguous).
     """
-    plain = problem.window == (None, None) and not (
-        problem.modified or problem.mask or problem.mask_mod or problem.sinks or problem.dropout_p or problem.ragged
-    )
+    plain = problem.plain and not problem.ragged and problem.window == (None, None)
     if plain and problem.causal:
         plain = problem.align == "top_left" and bool(torch.isfinite(k).all() and torch.isfinite(v).all())
     if plain and not problem.return_lse and problem.scale > 0 and problem.kv_len and problem.head_dim:

@@ -93,11 +93,15 @@ def keep(rows: torch.Tensor, kv_len: int, first_offset: int | None, last_offset:
     """Which keys the query `rows` see, boolean (rows, kv_len); the torch twin of `kernels.masking.keep`."""
     cols = torch.arange(kv_len, device=rows.device)[None, :]
     inside = torch.ones(rows.shape[0], kv_len, dtype=torch.bool, device=rows.device)
-    if first_offset is not None:
-        inside &= cols >= rows[:, None] + first_offset
-    if last_offset is not None:
-        inside &= cols <= rows[:, None] + last_offset
-    return inside
+    return functools.reduce(torch.logical_and, band(rows[:, None], cols, first_offset, last_offset), inside)
+
+
+def band(
+    q_idx: torch.Tensor, k_idx: torch.Tensor, first: torch.Tensor | int | None, last: torch.Tensor | int | None
+) -> list[torch.Tensor]:
+    """The bounds of a band that there are, each boolean over the positions."""
+    terms = [] if first is None else [k_idx >= q_idx + first]
+    return terms if last is None else [*terms, k_idx <= q_idx + last]
 
 
 class Positions(NamedTuple):
@@ -150,11 +154,7 @@ class Scoring:
         problem = self.problem
         first, last = problem.first_offset, problem.last_offset
         own = self.diagonal if problem.ragged else 0  # elsewhere the offsets contain it
-        terms = []
-        if first is not None:
-            terms.append(at.k_idx >= at.q_idx + first + own)
-        if last is not None:
-            terms.append(at.k_idx <= at.q_idx + last + own)
+        terms = band(at.q_idx, at.k_idx, *(None if offset is None else offset + own for offset in (first, last)))
         if self.lengths is not None:
             terms.append(at.k_idx < self.lengths)
         if self.extras.mask is not None and self.extras.mask.dtype == torch.bool:

@@ -78,8 +78,8 @@ class Tile:
 
     def refusal(self, problem: Problem, arch: Arch) -> str | None:
         """Why this row cannot take the problem on this GPU, or None."""
-        rows = problem.packed[0] if problem.packed else problem.q_len
-        if (problem.q_tiles(self.block_m) if problem.packed else -(-rows // self.block_m)) > MAX_Q_TILES:
+        if problem.slots(self.block_m) > MAX_Q_TILES:
+            rows = problem.packed[0] if problem.packed else problem.q_len
             return f"takes {MAX_Q_TILES * self.block_m} queries at most, got {rows}"
         if self.descriptors and not arch.descriptors:
             return f"needs tensor descriptors, {arch.id} has none"

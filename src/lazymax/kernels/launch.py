@@ -40,9 +40,10 @@ def pieces(dim: int, least: int) -> tuple[tuple[int, int], ...]:
     return ((0, whole),) if main < least or main + tail >= whole else ((0, main), (main, tail))
 
 
-def view_strides(t: torch.Tensor) -> tuple[int, ...]:
-    """Strides of a `View`. Those of dimensions of size 1 are free; 0 keeps them from making another build."""
-    return tuple(stride if size > 1 else 0 for size, stride in zip(t.shape[:3], t.stride()[:3], strict=True))
+def view_strides(t: torch.Tensor, dims: int = 3) -> tuple[int, ...]:
+    """Strides of the first dimensions, for a `View`. Those of size 1 are free; 0 keeps them from making another
+    build."""
+    return tuple(stride if size > 1 else 0 for size, stride in zip(t.shape[:dims], t.stride()[:dims], strict=True))
 
 
 def describe(t: torch.Tensor, rows: int, cols: int) -> TensorDescriptor:
@@ -150,7 +151,7 @@ class ForwardLaunch:
         options: dict[str, Any] = dict(num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True)
         if tile.max_registers is not None:
             options["maxnreg"] = tile.max_registers
-        tiles = p.q_tiles(tile.block_m) if p.packed else triton.cdiv(p.q_len, tile.block_m)
+        tiles = p.slots(tile.block_m)
         batches = 1 if p.packed else p.batch
         list_size = None
         if plan.listed:
@@ -207,9 +208,8 @@ class ForwardLaunch:
 
     def _modifiers(self, extras: Extras) -> Modifiers:
         p = self.problem
-        mask, steps = extras.mask, [0, 0, 0, 0]
-        if mask is not None:
-            steps = [stride if size > 1 else 0 for size, stride in zip(mask.shape, mask.stride(), strict=True)]
+        mask = extras.mask
+        steps = (0, 0, 0, 0) if mask is None else view_strides(mask, 4)
         keep = 1.0 - p.dropout_p
         return Modifiers(
             p.scale if p.modified else None,
@@ -232,11 +232,8 @@ class ForwardLaunch:
         by_batch, heads, slots, n_blocks = self.list_size
         batches = batch if by_batch else 1
         kinds = torch.empty(batches, heads, slots, n_blocks, dtype=torch.int8, device=device)
-        rows = torch.empty(batches, heads, slots, n_blocks + 2, dtype=torch.int32, device=device)
-        of_kinds, of_rows = (
-            blocks.List(t, *(s if n > 1 else 0 for n, s in zip(t.shape[:2], t.stride()[:2], strict=True)), t.stride(2))
-            for t in (kinds, rows)
-        )
+        rows = torch.empty(batches, heads, slots, n_blocks + blocks.HEADER.value, dtype=torch.int32, device=device)
+        of_kinds, of_rows = (blocks.List(t, *view_strides(t, 2), t.stride(2)) for t in (kinds, rows))
         if device.type != "meta":
             _, _, q_len, kv_len, first, last, _ = self.scalars
             grid = (heads * n_blocks, slots, batches)
