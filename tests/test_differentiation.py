@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import calls
 import pytest
 import torch
 from calls import SIEVE, TILT, assert_within, attend, bools, floats, leaves, moved, normal, stored, with_floats
@@ -11,6 +12,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import lazymax
+from lazymax import mods
 from lazymax.problem import Problem
 from lazymax.testing import EPS, make_qkv, within_budget
 
@@ -153,6 +155,18 @@ def test_vmap_with_mods_that_look_at_the_batch_is_refused(device: str) -> None:
     for kind, options in (("mask_mod", SIEVE), ("score_mod", TILT), ("score_mod", {**SIEVE, **TILT})):
         with pytest.raises(NotImplementedError, match=f"{kind}: got .* which looks at b, under vmap"):
             torch.func.vmap(lambda *qkv, options=options: lazymax.attention(*qkv, **moved(options, device)))(q, k, v)
+
+
+def test_vmap_tells_a_score_mod_from_a_mask_mod_of_the_same_name(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mods, "_registered", dict(mods._registered))
+    mods.register_score_mod("twins", calls.weigh)
+    mods.register_mask_mod("twins", calls.sieve)  # looks at b, the other does not
+    q, k, v = make_qkv(2, 2, 2, 5, 7, 8, dtype=torch.float32, device=device)
+    args = dict(score_mod_args=(torch.ones(2, device=device),), mask_mod_args=(torch.ones(2, device=device).int(),))
+    with pytest.raises(NotImplementedError, match="mask_mod: got 'twins', which looks at b, under vmap"):
+        torch.func.vmap(lambda q: lazymax.attention(q, k[:1], v[:1], score_mod="twins", mask_mod="twins", **args))(
+            q[:, None]
+        )
 
 
 @dataclass(frozen=True)
