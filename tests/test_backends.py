@@ -30,6 +30,9 @@ class Row:
         return registry()[self.backend].forward[self.index]
 
 
+# A variant runs by name only, and takes only what it is for.
+FAMILIES = [name for name, backend in registry().items() if backend.automatic]
+VARIANTS = [name for name in registry() if name not in FAMILIES]
 ROWS = [Row(name, index) for name, backend in registry().items() for index in range(len(backend.forward))]
 
 
@@ -46,7 +49,7 @@ def archs_of(backend: Backend) -> list[Arch]:
 LAST = {"portable": When(max_head_dim=LARGEST_HEAD_DIM)}
 
 
-@pytest.mark.parametrize("name", list(registry()))
+@pytest.mark.parametrize("name", FAMILIES)
 def test_table(name: str) -> None:
     backend = registry()[name]
     assert isinstance(backend, Backend) and isinstance(backend.archs, tuple) and backend.forward
@@ -60,6 +63,23 @@ def test_table(name: str) -> None:
             for dtype in KERNEL_DTYPES:
                 chosen = plan(Problem.from_shape(shape, dtype), arch, name)
                 assert chosen.backend == name and chosen.tile is not None
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variant(name: str) -> None:
+    variant = registry()[name]
+    folder = next(other for other in FAMILIES if name.startswith(f"{other}-"))
+    assert variant.archs and set(variant.archs) <= set(registry()[folder].archs)
+    for arch in archs_of(variant):
+        taken = Problem.from_shape((1, 4, 2, 300, 300, 64), "bf16")
+        assert plan(taken, arch).backend == folder
+        assert {r.candidate: r.reason for r in plan(taken, arch).rejected}[name].startswith("only when asked for")
+        chosen = plan(taken, arch, name)
+        assert chosen.backend == name and chosen.tile in variant.forward
+        for other in (replace(taken, softcap=1.0), replace(taken, dtype="float32"), replace(taken, head_dim=65)):
+            assert plan(other, arch).route == "triton"
+            with pytest.raises(NotImplementedError, match=f"impl: '{name}' cannot take this problem on {arch.id}"):
+                plan(other, arch, name)
 
 
 @pytest.mark.parametrize("dims", [(257, 257), (320, 64), (64, 512), (576, 512)], ids=str)
@@ -86,7 +106,7 @@ def test_portable_is_tried_last() -> None:
 def test_an_arch_belongs_to_one_backend() -> None:
     owners: dict[str, list[str]] = {}
     for name, backend in registry().items():
-        for arch in backend.archs:
+        for arch in backend.archs if backend.automatic else ():
             owners.setdefault(arch, []).append(name)
     assert {arch: names for arch, names in owners.items() if len(names) > 1} == {}
 
@@ -144,8 +164,11 @@ def masked(problem: Problem) -> Problem:
     return replace(problem, mask="bool", mask_varies=(True, False, False, True))
 
 
+UNSET = ("reason", "provenance", "tuned", "level")  # what is said of a row and not set by it
+
+
 def settings(tile: Tile) -> tuple[Any, ...]:
-    return tuple(getattr(tile, f.name) for f in fields(Tile) if f.name not in ("reason", "provenance", "tuned"))
+    return (type(tile), *(getattr(tile, f.name) for f in fields(tile) if f.name not in UNSET))
 
 
 def test_no_row_is_a_silent_copy_of_another_gpus() -> None:
@@ -212,6 +235,10 @@ CONDITIONS = (
     Condition("window unwanted", When(window=False), features=dict(window=(3, None)),
               words="for problems without a left bound"),
     Condition("a window that hides nothing is none", When(window=False), features=dict(window=(299, None))),
+    Condition("named head dim", When(head_dims=(32, 64))),
+    Condition("another head dim", When(head_dims=(32, 80)), words="for head dims 32, 80, got 64"),
+    Condition("named head dim, another of v", When(head_dims=(64,)), (1, 2, 2, 8, 8, 64, 32),
+              words="for head dims 64, got 64, 32 of v"),
     Condition("head dim inside", When(max_head_dim=64)),
     Condition("head dim outside", When(max_head_dim=63), words="for head dims to 63, got 64"),
     Condition(

@@ -27,17 +27,17 @@ name, archs, everything = json.loads(sys.argv[1])
 backend = registry()[name]
 for arch in map(arches.by_name, archs):
     found = {}
-    for problem in compiling.problems(("bf16", "fp32")):
+    for problem in compiling.problems(backend, compiling.dtypes_of(backend)):
         if compiling.select_tile(backend, problem, arch)[0] is None:
             continue  # head dims for which the portable rows serve
         chosen = plan(problem, arch, name)
         band = (problem.first_offset is not None, problem.last_offset is not None)
         found.setdefault((chosen.tile, problem.dtype, problem.head_dim, band), (problem, chosen))
     todo = list(found.items())
-    if not everything:  # each row once, causal if possible; bf16 at D=128 before 64 before 256, fp32 at the least D
+    if not everything:  # each row once, causal if possible; 16 bits at D=128 before 64 before 256, fp32 at the least D
         best = {}
         for key, item in todo:
-            half = key[1] == "bfloat16"
+            half = key[1] != "float32"
             rank = (half, key[3] == (False, True), half and key[2] <= 128, key[2] if half else -key[2])
             if key[0] not in best or rank > best[key[0]][0]:
                 best[key[0]] = (rank, key, item)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from . import arch as arches
+from .backends import registry
 from .bench import command as bench_command
 from .compat import tritons
 from .console import (
@@ -82,7 +83,8 @@ def _parser() -> Parser:
 
     compile = commands.add_parser("compile", help="compile every tile row of a GPU, without the GPU")
     compile.add_argument("--arch", required=True, help="such as gfx1151, sm_90, sm_100")
-    compile.add_argument("--dtype", default="bf16,fp32", help="comma list; default: bf16,fp32")
+    compile.add_argument("--dtype", help="comma list; default: bf16, fp32, and fp16 where it has rows of its own")
+    compile.add_argument("--impl", default="auto", help="a backend or a variant; default: the one that the GPU uses")
     compile.add_argument("--features", action="store_true", help="the builds with masks, mods and the like, bf16 only")
     compile.add_argument("--json", action="store_true")
     compile.set_defaults(run=_compile)
@@ -136,7 +138,11 @@ def _compile(options: argparse.Namespace) -> int:
     with usage():
         arch = arches.by_name(options.arch)
         arch.target  # noqa: B018  raises for what Triton does not compile for
-        dtypes = tuple(str(dtype).removeprefix("torch.") for dtype in parse_dtypes(options.dtype))
+        asked = parse_dtypes(options.dtype) if options.dtype else ()
+        dtypes = tuple(str(dtype).removeprefix("torch.") for dtype in asked)
+        served = ["auto", *(name for name, backend in registry().items() if backend.serves(arch))]
+        if options.impl not in served:
+            raise ValueError(f"--impl: got {options.impl!r}, expected one of {', '.join(served)} for {arch.id}")
         for dtype in dtypes:
             if dtype not in KERNEL_DTYPES:
                 raise ValueError(f"--dtype: got {dtype}, but the kernels take {', '.join(KERNEL_DTYPES)}")
@@ -147,7 +153,7 @@ def _compile(options: argparse.Namespace) -> int:
         raise UsageError("compile: TRITON_INTERPRET is set, so Triton would not compile; unset it")
     from .compiling import compile_arch, compile_features
 
-    found = compile_features(arch) if options.features else compile_arch(arch, dtypes)
+    found = compile_features(arch) if options.features else compile_arch(arch, dtypes or None, options.impl)
     reports = list(progress(found, f"compile {arch.id}"))
     bad = [report for report in reports if not report.ok]
     if options.json:

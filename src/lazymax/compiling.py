@@ -1,7 +1,7 @@
 """Compile a tile row for a GPU that is not there, and read what came out: the second rung of the proof ladder.
 
-The arguments come from the same `ForwardLaunch` that launches on a device, on meta tensors, so what is compiled here is
-what would run there. Nothing is executed.
+The arguments come from the same object that launches on a device (`Tile.prepare`), on meta tensors, so what is compiled
+here is what would run there. Nothing is executed.
 """
 
 import contextlib
@@ -24,11 +24,9 @@ from .arch import Arch
 from .backends import Backend, Tile, registry
 from .dispatch import Plan, plan, select_tile
 from .extras import NO_EXTRAS, Extras
-from .kernels.forward import attention_forward
-from .kernels.launch import ForwardLaunch
 from .mods import register_mask_mod, register_score_mod
 from .options import parse_options
-from .problem import Problem
+from .problem import Problem, parse_dtype
 
 # Mnemonic of the matrix instruction per unit, as it stands in PTX or AMD assembly.
 MATRIX_INSTRUCTIONS = {
@@ -82,10 +80,10 @@ class _AbsentGpu:
 
 
 @contextlib.contextmanager
-def compiling_for(arch: Arch) -> Iterator[None]:
-    """Inside, Triton compiles for `arch`, from scratch (no disk cache, so that times are compile times)."""
+def compiling_for(arch: Arch, kernel: Any) -> Iterator[None]:
+    """Inside, Triton compiles `kernel` for `arch`, from scratch (no disk cache, so that times are compile times)."""
     backend, name, warp_size = arch.target
-    attention_forward.device_caches.clear()
+    kernel.device_caches.clear()
     previous = driver._active  # `driver.active` would look for a GPU
     driver.set_active(_AbsentGpu(GPUTarget(backend, name, warp_size)))
     try:
@@ -93,7 +91,7 @@ def compiling_for(arch: Arch) -> Iterator[None]:
             triton.knobs.compilation.always_compile = True
             yield
     finally:
-        attention_forward.device_caches.clear()
+        kernel.device_caches.clear()
         driver.set_active(previous)
 
 
@@ -111,9 +109,10 @@ def compile_plan(problem: Problem, plan: Plan, arch: Arch, extras: Extras = NO_E
     q, k, v = meta_tensors(problem)
     out = torch.empty(*q.shape[:3], problem.v_head_dim, dtype=q.dtype, device="meta")
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device="meta")
-    launch = ForwardLaunch.prepare(problem, plan)
-    with compiling_for(arch):
-        return attention_forward.warmup(*launch.arguments(q, k, v, out, lse, extras), grid=(1,), **launch.options)
+    assert plan.tile is not None
+    launch = plan.tile.prepare(problem, plan)
+    with compiling_for(arch, launch.kernel):
+        return launch.kernel.warmup(*launch.arguments(q, k, v, out, lse, extras), grid=(1,), **launch.options)
 
 
 def loop_counts(assembly: str, pattern: str) -> tuple[int, int]:
@@ -140,7 +139,7 @@ def _nvidia_resources(kernel: Any) -> tuple[int, int]:
         text = subprocess.run(
             [tool, "--dump-resource-usage", str(path)], capture_output=True, text=True, check=True
         ).stdout
-    found = re.search(r"Function attention_forward:\s+REG:(\d+) STACK:(\d+)", text)
+    found = re.search(r"Function \w+:\s+REG:(\d+) STACK:(\d+)", text)
     registers, stack = found.groups()  # type: ignore[union-attr]
     return int(registers), int(stack)
 
@@ -194,14 +193,24 @@ ODD_HEAD_DIMS = ((80, 80), (160, 160), (192, 128), (576, 512))  # split ones, an
 BANDS: tuple[dict[str, Any], ...] = ({}, {"causal": "top_left"}, {"causal": "top_left", "window": (512, None)})
 
 
-def problems(dtypes: tuple[str, ...]) -> Iterator[Problem]:
+def dtypes_of(backend: Backend) -> tuple[str, ...]:
+    """What to compile by default: bf16 for both 16-bit dtypes, unless a row is for fp16 alone."""
+    alone = any(row.when.dtypes == ("float16",) for row in backend.forward)
+    return (*(("float16",) if alone else ()), "bfloat16", "float32")
+
+
+def problems(backend: Backend, dtypes: tuple[str, ...]) -> Iterator[Problem]:
     """Problems that together select every row of a table: large and small, every band, each dtype and head dim, with
     strides that descriptors take and with others, plain and not (rows behind other rows serve those)."""
     plain: list[tuple[int, int, dict[str, Any]]] = [(dim, dim, rules) for dim in HEAD_DIMS for rules in BANDS]
     odd: list[tuple[int, int, dict[str, Any]]] = [(dim, v_dim, {}) for dim, v_dim in ODD_HEAD_DIMS]
     modified: list[tuple[int, int, dict[str, Any]]] = [(dim, dim, {"softcap": 50.0}) for dim in HEAD_DIMS]
     for dtype in dtypes:
-        for head_dim, v_head_dim, rules in (*plain, *odd, *modified):
+        name = str(parse_dtype(dtype)).removeprefix("torch.")
+        conditions = [row.when for row in backend.forward if name in (row.when.dtypes or (name,))]
+        named = {dim for when in conditions for dim in when.head_dims or ()} - set(HEAD_DIMS)
+        own = [(dim, dim, rules) for dim in sorted(named) for rules in BANDS]
+        for head_dim, v_head_dim, rules in (*plain, *odd, *modified, *own):
             for batch, heads, length in ((4, 32, 4096), (1, 16, 1024), (1, 2, 256)):
                 shape = (batch, heads, heads, length, length, head_dim, v_head_dim)
                 problem = Problem.from_shape(shape, dtype, return_lse=True, **rules)
@@ -212,7 +221,7 @@ def problems(dtypes: tuple[str, ...]) -> Iterator[Problem]:
 def rows(arch: Arch, backend: Backend, dtypes: tuple[str, ...]) -> dict[tuple[Tile, str, int, bool, bool], Problem]:
     """For every row of the table, one problem per dtype, head dim and band that selects it."""
     found: dict[tuple[Tile, str, int, bool, bool], Problem] = {}
-    for problem in problems(dtypes):
+    for problem in problems(backend, dtypes):
         tile, _ = select_tile(backend, problem, arch)
         if tile is not None:
             band = (problem.first_offset is not None, problem.last_offset is not None)
@@ -220,13 +229,14 @@ def rows(arch: Arch, backend: Backend, dtypes: tuple[str, ...]) -> dict[tuple[Ti
     return found
 
 
-def compile_arch(arch: Arch, dtypes: tuple[str, ...] = ("bf16", "fp32")) -> Iterator[Report]:
-    """Every row of the backend that `arch` would use, compiled for it."""
-    name, backend = next(
-        (item for item in registry().items() if not item[1].archs or arch.id in item[1].archs), ("portable", None)
-    )
-    assert backend is not None
-    for problem in rows(arch, backend, dtypes).values():
+def compile_arch(arch: Arch, dtypes: tuple[str, ...] | None = None, impl: str = "auto") -> Iterator[Report]:
+    """Every row of the backend that `arch` would use, or of the one named `impl`, compiled for it. dtypes: those that
+    reach every row."""
+    name = impl
+    if impl == "auto":
+        name = next(n for n, b in registry().items() if b.automatic and b.serves(arch))
+    backend = registry()[name]
+    for problem in rows(arch, backend, dtypes or dtypes_of(backend)).values():
         yield report(problem, plan(problem, arch, name), arch)
 
 

@@ -108,8 +108,10 @@ def plan(problem: Problem, arch: Arch, impl: str = "auto") -> Plan:
     for name, backend in registry().items():
         if impl not in ("auto", name):
             rejected.append(Refused(name, f"impl={impl!r} was asked for"))
-        elif backend.archs and arch.id not in backend.archs:
+        elif not backend.serves(arch):
             rejected.append(Refused(name, f"for {', '.join(backend.archs)}, this is {arch.id}"))
+        elif impl == "auto" and not backend.automatic:
+            rejected.append(Refused(name, f"only when asked for, impl={name!r}"))
         elif refusal:
             rejected.append(Refused(name, refusal))
         elif taken:
@@ -149,9 +151,9 @@ def _triton_plan(
         notes.append(f"key blocks that no pair needs are skipped: listed first, for {listed}")
     rejected.append(Refused("reference", f"{name} takes the problem"))
     return Plan(
-        route="triton", backend=name, tile=tile, rescale=rescale, level=backend.level_on(arch), reason=tile.reason,
-        rejected=tuple(rejected), notes=tuple(notes), least_columns=tritons.least_columns(arch.matrix_unit),
-        listed=listed is not None,
+        route="triton", backend=name, tile=tile, rescale=rescale, level=tile.level or backend.level_on(arch),
+        reason=tile.reason, rejected=tuple(rejected), notes=tuple(notes), listed=listed is not None,
+        least_columns=tritons.least_columns(arch.matrix_unit),
     )  # fmt: skip
 
 
@@ -204,10 +206,7 @@ class Explanation:
         ]
         if plan.tile:
             t = plan.tile
-            lines.append(
-                f"tile      {t.block_m} queries x {t.block_n} keys, {t.num_warps} warps, {t.num_stages} stages, "
-                f"loads by {'descriptor' if t.descriptors else 'pointer'}, rescale by {plan.rescale}"
-            )
+            lines.append(f"tile      {t.describe(plan.rescale)}")
             lines.append(f"          {'tuned' if t.tuned else 'not tuned'}: {t.provenance}")
         lines += [f"note      {note}" for note in plan.notes]
         lines += [f"refused   {r.candidate}: {r.reason}" for r in plan.rejected]

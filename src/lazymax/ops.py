@@ -66,7 +66,7 @@ class _Decision:
     problem: Problem
     arch: Arch
     plan: Plan
-    launch: Any  # kernels.launch.ForwardLaunch, or None on the reference route
+    launch: Any  # of the tile, see `Tile.prepare`; None on the reference route
     out_size: tuple[int, ...]
     out_strides: list[int]
     lse_size: tuple[int, ...]
@@ -108,11 +108,7 @@ def _decide(
 
 
 def _prepare(problem: Problem, chosen: Plan) -> Any:
-    if chosen.route != "triton":
-        return None
-    from .kernels.launch import ForwardLaunch
-
-    return ForwardLaunch.prepare(problem, chosen)
+    return chosen.tile.prepare(problem, chosen) if chosen.tile else None
 
 
 def _run(decision: _Decision, impl: str, extras: Extras, *tensors: torch.Tensor) -> bool:

@@ -2,7 +2,8 @@
 
 `backends/<name>/tiles.py` holds a `BACKEND`: which archs it is for, at which level it was proved, and its table of
 tiles. To add a GPU, add a folder (docs/adding-an-arch.md). Rows are tried from the top, the first that fits wins, and
-the last row has no condition.
+the last row has no condition. A row is for the portable kernel, or, as a subclass of `Tile`, for the folder's own.
+`VARIANTS` beside `BACKEND` holds more tables by name, which run when asked for by name: impl="<folder>-<name>".
 """
 
 import functools
@@ -10,9 +11,13 @@ import importlib
 import pkgutil
 import warnings
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from ..arch import Arch
 from ..problem import Problem
+
+if TYPE_CHECKING:
+    from ..dispatch import Plan
 
 HALF = ("float16", "bfloat16")
 USUAL_HEAD_DIM = 256  # larger ones are for rows that say so: the tiles of the others would not fit
@@ -26,6 +31,7 @@ class When:
 
     max_head_dim: int | None = None  # of the larger of D and D_v, in elements; None: USUAL_HEAD_DIM
     max_v_head_dim: int | None = None
+    head_dims: tuple[int, ...] | None = None  # D, which is D_v too: one of these
     dtypes: tuple[str, ...] | None = None
     causal: bool | None = None  # the band has a right bound
     window: bool | None = None  # the band has a left bound
@@ -40,6 +46,9 @@ class When:
             return f"for head dims to {limit}, got {head_dim}"
         if self.max_v_head_dim is not None and problem.v_head_dim > self.max_v_head_dim:
             return f"for head dims of v to {self.max_v_head_dim}, got {problem.v_head_dim}"
+        if self.head_dims is not None and (problem.head_dim not in self.head_dims or head_dim != problem.v_head_dim):
+            given = f"{problem.head_dim}" + (f", {problem.v_head_dim} of v" if head_dim != problem.v_head_dim else "")
+            return f"for head dims {', '.join(map(str, self.head_dims))}, got {given}"
         if self.dtypes is not None and problem.dtype not in self.dtypes:
             return f"for {' and '.join(self.dtypes)}, got {problem.dtype}"
         if self.causal is not None and self.causal != (problem.last_offset is not None):
@@ -56,7 +65,8 @@ class When:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """One row of a tile table: how the portable kernel is built, and where the numbers come from."""
+    """One row of a tile table: how the kernel is built, and where the numbers come from. The portable kernel; a backend
+    with a kernel of its own derives from it."""
 
     block_m: int  # query rows of a program
     block_n: int  # keys of a block
@@ -69,12 +79,26 @@ class Tile:
     tuned: bool = False  # chosen by measurement or search on this GPU: may not spill
     reason: str  # why these numbers
     provenance: str  # device, date and Triton version of the measurement, or "compiled only, not run"
+    level: str | None = None  # of the claim, where it is not the backend's
 
     @property
     def name(self) -> str:
         loads = "tma" if self.descriptors else "ptr"
         registers = f"-r{self.max_registers}" if self.max_registers else ""
         return f"{self.block_m}x{self.block_n}-w{self.num_warps}-s{self.num_stages}{registers}-{loads}-{self.rescale}"
+
+    def describe(self, rescale: str) -> str:
+        """One line for `explain`. rescale: the form in use."""
+        return (
+            f"{self.block_m} queries x {self.block_n} keys, {self.num_warps} warps, {self.num_stages} stages, "
+            f"loads by {'descriptor' if self.descriptors else 'pointer'}, rescale by {rescale}"
+        )
+
+    def prepare(self, problem: Problem, plan: "Plan") -> Any:
+        """The kernel of this row, ready to be called: see `kernels.launch.ForwardLaunch`. Imports Triton."""
+        from ..kernels.launch import ForwardLaunch
+
+        return ForwardLaunch.prepare(problem, plan)
 
     def refusal(self, problem: Problem, arch: Arch) -> str | None:
         """Why this row cannot take the problem on this GPU, or None."""
@@ -96,6 +120,12 @@ class Backend:
     level: str  # the strongest proof so far: "run on H200", "emulated, not run on hardware", "compiled only, not run"
     forward: tuple[Tile, ...]
     levels: tuple[tuple[str, str], ...] = ()  # of archs on which it was proved further: (id, level)
+    alternatives: tuple[Tile, ...] = ()  # rows that only a sweep on the GPU can judge: `lazymax bench --rows all`
+    automatic: bool = True  # taken by impl="auto"; else only by name
+
+    def serves(self, arch: Arch) -> bool:
+        """Whether the table is for this GPU."""
+        return not self.archs or arch.id in self.archs
 
     def level_on(self, arch: Arch) -> str:
         """The level of the claim on one arch."""
@@ -104,17 +134,20 @@ class Backend:
 
 @functools.cache
 def registry() -> dict[str, Backend]:
-    """All backends by folder name, `portable` last. A broken folder is left out with one warning: its GPU then runs on
-    the portable rows instead of not at all."""
+    """All backends by folder name, each followed by its variants, `portable` last. A broken folder is left out with one
+    warning: its GPU then runs on the portable rows instead of not at all."""
     found: dict[str, Backend] = {}
     for module in sorted(pkgutil.iter_modules(__path__), key=lambda m: (m.name == "portable", m.name)):
         try:
-            backend = importlib.import_module(f"{__name__}.{module.name}.tiles").BACKEND
-            if not isinstance(backend, Backend):
-                raise TypeError(f"BACKEND: got {type(backend).__name__}, expected a Backend")
-            if not backend.forward:
-                raise ValueError("BACKEND: got no rows, expected one without a condition at least")
-            found[module.name] = backend
+            tiles = importlib.import_module(f"{__name__}.{module.name}.tiles")
+            variants = getattr(tiles, "VARIANTS", {})
+            tables = {module.name: tiles.BACKEND} | {f"{module.name}-{name}": table for name, table in variants.items()}
+            for backend in tables.values():
+                if not isinstance(backend, Backend):
+                    raise TypeError(f"BACKEND: got {type(backend).__name__}, expected a Backend")
+                if not backend.forward:
+                    raise ValueError("BACKEND: got no rows, expected one without a condition at least")
+            found |= tables
         except Exception as error:
             warnings.warn(f"lazymax: backend {module.name} left out: {type(error).__name__}: {error}", stacklevel=2)
     return found

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import triton
@@ -58,10 +58,11 @@ def is_build_failure(error: Exception) -> bool:
     return isinstance(error, OutOfResources | PTXASError | CompilationError) or "PassManager" in str(error)
 
 
-def _constant(value: Any) -> Any:
+def constant(value: Any) -> Any:
     """A field of `Config` as the kernel takes it: functions as they are, tuples element by element."""
     if isinstance(value, tuple):
-        return tuple(_constant(item) for item in value)
+        items = [constant(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     return value if value is None or callable(value) else tl.constexpr(value)
 
 
@@ -96,6 +97,7 @@ class ForwardLaunch:
     of the host time of a call.
     """
 
+    kernel: ClassVar[Any] = attention_forward
     problem: Problem
     grid: tuple[int, int, int]
     config: Config
@@ -161,7 +163,7 @@ class ForwardLaunch:
         return cls(
             problem=p,
             grid=(p.q_heads, tiles, min(batches, MAX_GRID)),
-            config=Config(*map(_constant, config)),
+            config=constant(config),
             scalars=scalars,
             options=options,
             descriptors=tile.descriptors,

@@ -1,42 +1,91 @@
 """Rows for Strix Halo (gfx1151, Radeon 8060S): wmma of 16x16x16, 64 KB of LDS, 256 vector registers a wave.
 
-Price: 36.15 * wmma + 4 * transcendental + 1.31 * other vector instructions, cycles of a SIMD for 64x64 scores at head
-dim 128, all waves together, in the unmasked loop. The products alone are 9254; latency and caches are not in it.
+First the rows of the kernel of this folder, chosen by price and by loads (`benchmarks/results/gfx1151-static.csv`, the
+ledger is docs/notes/gfx1151.md), then those of the portable kernel for all that it does not take.
+
+Price: 36.15 * wmma + 4 * transcendental + 1.31 * other vector instructions, cycles of a SIMD, executed by a wave in the
+main loop. Floor: 43.51 TFLOP/s times the products' share of it. Latency, caches and clocks are not in it.
 """
 
-from .. import HALF, Backend, Tile, When
+from dataclasses import replace
+from typing import Any
 
-SEARCHED = "compiled only, not run; searched 2026-11-29 with Triton 3.6.0 and 3.9.0: 0 spills"
+from .. import HALF, Backend, Tile, When
+from .rows import SinglewaveTile, WmmaTile
+
+EMULATED = "emulated, not run on hardware"
+PRICED = "emulated and priced 2026-11-29 with Triton 3.6.0 and 3.9.0: 0 spills"
 COMPILED = "compiled only, not run; 2026-11-29, Triton 3.6.0 and 3.9.0"
 FP32 = "compiled only, not run; 2026-11-29, Triton 3.6.0"
 
-# Every wave takes 16 rows, the fewest: at head dim 128, Q (doubled over the half-waves) and O are 128 of 256 registers.
-# num_stages stays at 1: 2 spills 23 registers, and above 2 Triton's pipeliner is wrong on RDNA (triton#9815).
+FP16, BF16 = ("float16",), ("bfloat16",)
+SMALL = tuple(dim for dim in range(32, 128, 8) if dim != 64)  # those between multiples of 16 cost as much as the next
+
+
+def wmma(dims: tuple[int, ...], dtypes: tuple[str, ...], rows: int, keys: int, waves: int, reason: str,
+         **more: Any) -> WmmaTile:  # fmt: skip
+    return WmmaTile(
+        block_m=rows, block_n=keys, num_warps=waves, tuned=True, level=EMULATED, reason=reason, provenance=PRICED,
+        when=When(head_dims=dims, dtypes=dtypes), **more,
+    )  # fmt: skip
+
+
+# In bf16 the rescale is never jumped over: the compiler surrounds the jump with about 60 copies of accumulators, which
+# is more than it saves.
+WMMA = (
+    wmma((128,), FP16, 128, 32, 8, "floor 36.7 and 36.6 TFLOP/s (Triton 3.6, 3.9), 8 loads for 64 products, 3 "
+         "workgroups share a WGP"),
+    wmma((128,), BF16, 256, 64, 16, "floor 36.3 and 35.7; 128x32 on 8 waves 34.9 and 34.4", lazy=False),
+    wmma((64,), FP16, 128, 64, 8, "floor 32.6 and 32.6; two tiles of rows a wave take half the loads at 32.2"),
+    wmma((64,), BF16, 128, 64, 8, "floor 32.2 and 31.0", lazy=False),
+    wmma(SMALL, FP16, 128, 64, 8, "floor at 80: 34.1 and 33.7, 96: 34.6 and 35.4; 1 to 2% above 32 "
+         "keys"),
+    wmma(SMALL, BF16, 128, 64, 8, "floor at 80: 33.5 and 32.5, 96: 33.7 and 33.9", lazy=False),
+    wmma((160, 192), FP16, 64, 32, 4, "floor at 192: 38.0 and 37.1; Q in LDS leaves registers for O", query_lds=True),
+    wmma((160, 192), BF16, 64, 32, 4, "floor at 192: 35.9 and 35.0", query_lds=True, lazy=False),
+    wmma((224, 256), FP16, 64, 16, 4, "floor at 256: 38.3 and 37.8; with 32 keys it spills", query_lds=True),
+    wmma((224, 256), BF16, 64, 16, 4, "floor at 256: 34.2 and 33.6", query_lds=True, lazy=False),
+)  # fmt: skip
+
+# For the sweep of an owner. What the emulator cannot price: latency, barriers, LDS and L0 under load, clocks.
+ALTERNATIVES = (
+    wmma((128,), FP16, 256, 32, 16, "floor 37.0 and 36.7, 4 loads, but one workgroup a WGP"),
+    wmma((128,), FP16, 128, 64, 8, "floor 36.8 and 36.3, half the barriers, 6 waves a SIMD"),
+    wmma((128,), FP16, 128, 32, 8, "the row with its loads under way a block ahead", prefetch=True),
+    wmma((128,), FP16, 128, 32, 8, "the row with priorities", priority=True),
+    wmma((128,), FP16, 64, 32, 4, "half the rows, for short problems: 16 loads"),
+    wmma((128,), BF16, 128, 64, 8, "floor 36.2 and 35.0, two workgroups a WGP", lazy=False, priority=True),
+    wmma((128,), BF16, 128, 32, 8, "floor 34.9 and 34.4, three workgroups a WGP", lazy=False),
+    wmma((64,), FP16, 256, 32, 8, "floor 32.2 and 32.2, 4 loads: two tiles of rows a wave"),
+    wmma((64,), FP16, 256, 64, 16, "floor 32.8 and 32.7, 4 loads"),
+    wmma((64,), BF16, 256, 64, 16, "floor 32.5 and 31.4, 4 loads", lazy=False),
+    wmma((256,), FP16, 64, 16, 4, "the row with priorities", query_lds=True, priority=True),
+    wmma((256,), BF16, 64, 16, 4, "the row with priorities", query_lds=True, priority=True, lazy=False),
+)  # fmt: skip
+
+# For `lowlevel.forward(v_order="fragments")`.
+FRAGMENTS = (
+    wmma((128,), FP16, 128, 32, 8, "K and V through LDS", fragments=True),
+    wmma((128,), BF16, 256, 64, 16, "K and V through LDS", fragments=True, lazy=False),
+    wmma((64,), FP16, 128, 64, 8, "K and V through LDS", fragments=True),
+    wmma((64,), BF16, 128, 64, 8, "K and V through LDS", fragments=True, lazy=False),
+    wmma((128,), FP16, 128, 64, 8, "K through LDS, every wave reads V: if LDS turns out slower than its model",
+         fragments=True, value_lds=False),
+)  # fmt: skip
+
 BACKEND = Backend(
     archs=("gfx1151",),
     level="compiled only, not run",
+    alternatives=ALTERNATIVES,
     forward=(
-        Tile(
-            block_m=64, block_n=64, num_warps=4, num_stages=1, tuned=True,
-            when=When(max_head_dim=64, dtypes=HALF, plain=True, window=False),
-            reason="bf16 price 14440 on Triton 3.6 and 14534 on 3.9; 64x32 costs 1 to 2% more",
-            provenance=f"{SEARCHED}, 248 and 256 registers",
-        ),
-        Tile(
-            block_m=64, block_n=32, num_warps=4, num_stages=1, tuned=True,
-            when=When(max_head_dim=64, dtypes=HALF, plain=True),
-            reason="windows, where 64x64 spills 27 registers", provenance=f"{SEARCHED}, 248 registers",
-        ),
+        *WMMA,
+        # The portable kernel. Every wave takes 16 rows, the fewest: at head dim 128, Q (doubled over the half-waves)
+        # and O are 128 of 256 registers. num_stages stays at 1: 2 spills 23 registers, and above 2 Triton's pipeliner
+        # is wrong on RDNA (triton#9815).
         Tile(
             block_m=64, block_n=32, num_warps=4, num_stages=1, when=When(max_head_dim=64, dtypes=HALF),
             reason="masks, mods and the like, where 64x64 spills 11 to 58 registers: none here, 2 with all features at "
             "once, so not called tuned", provenance=COMPILED,
-        ),
-        Tile(
-            block_m=128, block_n=16, num_warps=8, num_stages=1, tuned=True,
-            when=When(max_head_dim=128, dtypes=HALF, plain=True),
-            reason="bf16 price 13310 and 13855. 128x32 and 64x32 (12471 to 13372) spill 172 registers and more on 3.9",
-            provenance=f"{SEARCHED}, 248 and 252 registers",
         ),
         Tile(
             block_m=128, block_n=16, num_warps=8, num_stages=1, when=When(max_head_dim=128, dtypes=HALF),
@@ -60,3 +109,24 @@ BACKEND = Backend(
         ),
     ),
 )  # fmt: skip
+
+SEED = When(head_dims=(64, 80, 96, 128), dtypes=HALF)
+
+
+def seed(pipelined: bool, reason: str) -> Backend:
+    row = SinglewaveTile(when=SEED, pipelined=pipelined, level=EMULATED, reason=reason, provenance=PRICED)
+    return Backend(archs=("gfx1151",), level=EMULATED, forward=(row,), automatic=False)
+
+
+VARIANTS = {
+    "singlewave": seed(False, "the seed: one wave, P through LDS, V gathered"),
+    "pipelined": seed(True, "the seed with the next product under the softmax"),
+    # The checked twin: what inline assembly does, done by the compiler.
+    "noasm": Backend(
+        archs=("gfx1151",), level=EMULATED, automatic=False,
+        forward=tuple(
+            replace(row, assembly=False, lazy=False, tuned=False, reason=f"without inline assembly: {row.reason}")
+            for row in WMMA
+        ),
+    ),
+}  # fmt: skip

@@ -1,0 +1,1 @@
+"""Device code for RDNA 3's WMMA, in Gluon."""
