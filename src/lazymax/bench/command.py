@@ -17,8 +17,10 @@ from .clock import clock_for
 from .features import command as features_command
 from .host import About, about
 from .measure import Overhead, Row, measure, overhead
-from .peers import LAZYMAX, PEERS, Make, candidates
-from .report import case_table, header, overhead_table, plot_fault, summary, to_json, write_csv, write_plot
+from .peers import PEERS, Make, candidates, ours
+from .report import case_table, fastest_row, header, overhead_table, plot_fault
+from .report import summary, to_json, write_csv, write_plot
+from .rows import ALL, BEST
 
 DEFAULT_PEERS = "sdpa-cudnn,sdpa-flash,sdpa-efficient"
 FEATURES = "features"  # a suite of its own: calls beside other calls, not shapes beside other libraries
@@ -37,6 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--against", metavar="PEERS",
         help=f"comma list of {', '.join(PEERS)}; default: {DEFAULT_PEERS}; {FEATURES}: flex or none, default: none",
+    )  # fmt: skip
+    parser.add_argument(
+        "--rows", choices=(BEST, ALL),
+        help=f"{ALL}: beside lazymax, every other row of its tile tables that takes the problem; default: {BEST}",
     )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=5, help="rounds that count, after one that does not; default: 5")
     parser.add_argument(
@@ -75,6 +81,7 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
 def run(options: argparse.Namespace) -> int:
     """Exit code: 1 if a result of lazymax was wrong or missing."""
     with usage():
+        _check_rows(options)
         dtypes, device = parse_dtypes(options.dtype), parse_device(options.device)
         wanted = features_command.features_of(options, device) if FEATURES in options.suite else ()
         cases = [] if wanted else cases_of(options)
@@ -97,6 +104,12 @@ def run(options: argparse.Namespace) -> int:
     if wanted:
         return features_command.run(options, wanted, dtypes, device, partial(_write_features, options))
     return _overhead(options, dtypes, device) if options.overhead else _run(options, cases, dtypes, peers, device)
+
+
+def _check_rows(options: argparse.Namespace) -> None:
+    for other, is_there in (("--suite features", FEATURES in options.suite), ("--overhead", options.overhead)):
+        if options.rows and is_there:
+            raise ValueError(f"--rows: got {options.rows!r} with {other}; it goes with --shape and suites of shapes")
 
 
 def _check_plans(cases: Sequence[Case], dtypes: Sequence[torch.dtype], device: torch.device, impl: str) -> None:
@@ -138,12 +151,12 @@ def _run(
     work = [(case, dtype) for dtype in dtypes for case in cases]
     for case, dtype in progress(work, "bench", len(work)):
         found = measure(
-            case, dtype, peers, clock, impl=options.impl, rounds=options.rounds, window_ms=options.window_ms,
-            matmul_tflops=facts.matmul_tflops[str(dtype).removeprefix("torch.")],
+            case, dtype, peers, clock, impl=options.impl, rows=options.rows or BEST, rounds=options.rounds,
+            window_ms=options.window_ms, matmul_tflops=facts.matmul_tflops[str(dtype).removeprefix("torch.")],
         )  # fmt: skip
         rows += found
         if not quiet:
-            say("\n" + case_table(found))
+            say("\n" + case_table(found) + (f"\n  {fastest_row(found)}" if options.rows == ALL else ""))
         _write(options, facts, rows)  # after every case: a run that is cut short leaves what it has
     if quiet:
         _write(options, facts, rows, stdout=True)
@@ -151,7 +164,7 @@ def _run(
         say("\n" + summary(rows))
     if options.plot:
         write_plot(Path(options.plot), facts, rows)
-    return 0 if all(row.status == OK for row in rows if row.candidate == LAZYMAX) else 1
+    return 0 if all(row.status == OK for row in rows if ours(row.candidate)) else 1
 
 
 def _write_features(options: argparse.Namespace, facts: About, rows: Sequence[Row], stdout: bool) -> None:

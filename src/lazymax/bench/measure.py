@@ -16,7 +16,8 @@ from ..reference import TORCH_SDPA
 from .cases import Case
 from .check import FAILED, LEFT_OUT, OK, Oracle, Verdict
 from .clock import Clock, host_blocks, ratio, rounds_of
-from .peers import LAZYMAX, LeftOut, Make, Ready, refusals
+from .peers import LAZYMAX, LeftOut, Make, Ready, ours, refusals
+from .rows import BEST, others, ran, row_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +30,7 @@ class Row:
     dtype: str
     band: str  # "full", "causal top_left", "window (511, 0)"
     candidate: str
-    plan: str  # lazymax's route, backend and tile
+    plan: str  # the route, backend and tile that ran, of lazymax and its rows
     status: str
     reason: str  # why wrong or left out
     flops: float  # of visible pairs
@@ -52,21 +53,28 @@ def measure(
     clock: Clock,
     *,
     impl: str = "auto",
+    rows: str = BEST,
     rounds: int = 5,
     window_ms: float = 100.0,
     matmul_tflops: float | None = None,
 ) -> list[Row]:
-    """Check and time every candidate on one case; a row each, in the candidates' order."""
+    """Check and time every candidate on one case; a row each: lazymax, its other rows if all are wanted, then the
+    candidates in their order."""
     q, k, v = case.tensors(dtype, clock.device)
     problem = Problem.from_call(q, k, v, causal=case.causal, window=case.window)
     oracle = Oracle(problem, q, k, v)
-    examined = examine(
-        {name: partial(make, case, problem, q, k, v) for name, make in candidates.items()}, oracle, clock
-    )
+    arch = arches.of(clock.device)
+    planned = plan(problem, arch, impl)
+    default = ran(lambda: _once(candidates[LAZYMAX](case, problem, q, k, v), clock), planned)
+    more = {} if rows == BEST else others(problem, arch, planned, default)
+    everyone = {LAZYMAX: candidates[LAZYMAX]} | {name: row_of(p) for name, p in more.items()} | dict(candidates)
+    makes = {name: partial(make, case, problem, q, k, v) for name, make in everyone.items()}
+    plans = {LAZYMAX: default} | more
+    examined = examine(makes, oracle, clock, strict=plans)
     del oracle
     times = rounds_of(examined.ready, clock, rounds, window_ms)
-    chosen = plan(problem, arches.of(clock.device), impl).describe()
-    return [_row(case, problem, name, chosen, examined, times, matmul_tflops) for name in candidates]
+    told = {name: p.describe() for name, p in plans.items()}
+    return [_row(case, problem, name, told.get(name, ""), examined, times, matmul_tflops) for name in makes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +97,7 @@ def examine(
                 candidate = make()
                 out = _once(candidate, clock)
         except LeftOut as why:
-            found.verdicts[name] = Verdict(None, str(why), FAILED if name == LAZYMAX else LEFT_OUT)
+            found.verdicts[name] = Verdict(None, str(why), FAILED if ours(name) else LEFT_OUT)
             continue
         found.verdicts[name] = oracle.judge(out, budget=name in strict)
         if found.verdicts[name].status == OK:
@@ -110,7 +118,7 @@ def _row(
     case: Case,
     problem: Problem,
     name: str,
-    chosen: str,
+    what: str,
     examined: Examined,
     times: Mapping[str, list[float]],
     ceiling: float | None,
@@ -123,7 +131,7 @@ def _row(
         dtype=problem.dtype,
         band=band_of(problem),
         candidate=name,
-        plan=chosen if name == LAZYMAX else "",
+        plan=what,
         status=verdict.status,
         reason=verdict.why,
         flops=problem.flops,

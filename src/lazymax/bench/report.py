@@ -12,7 +12,7 @@ from pathlib import Path
 from .check import LEFT_OUT, OK
 from .host import About
 from .measure import Overhead, Row
-from .peers import LAZYMAX
+from .peers import LAZYMAX, ours
 
 CPU_NOTE = "note: times of a CPU only show that the tool works"
 
@@ -35,10 +35,11 @@ def case_table(rows: Sequence[Row]) -> str:
     head = rows[0]
     what = head.case if head.shape in head.case else f"{head.case}  [{head.shape}] {head.band}"
     lines = [f"{head.suite}: {what}, {head.dtype}, {head.intensity:.0f} flop/byte"]
+    width = max(15, *(len(row.candidate) for row in rows))
     for row in rows:
         if row.status != OK or row.ms is None or row.tflops is None:
             lines.append(
-                f"  {row.candidate:<15} {row.status.upper() if row.status != LEFT_OUT else LEFT_OUT}: {row.reason}"
+                f"  {row.candidate:<{width}} {row.status.upper() if row.status != LEFT_OUT else LEFT_OUT}: {row.reason}"
             )
             continue
         share = "" if row.matmul_share is None else f" {row.matmul_share:>4.0%} of matmul"
@@ -46,10 +47,32 @@ def case_table(rows: Sequence[Row]) -> str:
         speed = "" if row.lazymax_speed is None or row.candidate == LAZYMAX else f"  lazymax {row.lazymax_speed:.3f}x"
         spread = f"({row.ms_min:.4g}..{row.ms_max:.4g})"
         lines.append(
-            f"  {row.candidate:<15} {row.ms:>8.4g} ms {spread:<18} {row.tflops:>6.1f} TFLOP/s{share}"
+            f"  {row.candidate:<{width}} {row.ms:>8.4g} ms {spread:<18} {row.tflops:>6.1f} TFLOP/s{share}"
             f"  err {row.error:.1e}{memory}{speed}" + (f"  {row.plan}" if row.plan else "")
         )
     return "\n".join(lines)
+
+
+def fastest_row(rows: Sequence[Row]) -> str:
+    """Of one case with `--rows all`: which row of lazymax's tables won, and by how much."""
+    mine = [row for row in rows if ours(row.candidate)]
+    default = _row_name(mine[0])
+    timed = sorted((row for row in mine if row.ms is not None), key=lambda row: (row.lazymax_speed or 0.0, row.ms))
+    if not timed:
+        return "fastest row: none, no result was right"
+    best = timed[0]
+    if best.lazymax_speed is None:
+        return f"fastest row: {_row_name(best)}; the default {default} has no time"
+    if best.candidate != LAZYMAX:
+        return f"fastest row: {_row_name(best)}, {1 / best.lazymax_speed:.2f}x of the default {default}"
+    if len(timed) == 1:
+        return f"fastest row: {default}, the default; no other was timed"
+    return f"fastest row: {default}, the default; {timed[1].lazymax_speed:.2f}x of the next, {_row_name(timed[1])}"
+
+
+def _row_name(row: Row) -> str:
+    """Of a row of a table; the route of a call that took none."""
+    return row.plan.split(":")[-1] if row.candidate == LAZYMAX else row.candidate.removeprefix(f"{LAZYMAX}:")
 
 
 def summary(rows: Sequence[Row]) -> str:

@@ -26,6 +26,11 @@ def arguments(v: torch.Tensor, fragments: torch.Tensor, first: int, cols: int) -
     return (v, fragments, heads, length, *steps, dim, cols, first, KEYS)
 
 
+def grid(v: torch.Tensor) -> tuple[int, int]:
+    """Programs of `value_fragments` for one piece."""
+    return -(-v.shape[2] // KEYS), v.shape[0] * v.shape[1]
+
+
 def to_fragments(v: torch.Tensor) -> torch.Tensor:
     """v (B, Hkv, Sk, D), fp16 or bf16, D a multiple of 16 -> its fragments (see `empty_fragments`), for
     `lowlevel.forward(..., v_order="fragments")`. Raises ValueError for another shape or dtype."""
@@ -35,8 +40,7 @@ def to_fragments(v: torch.Tensor) -> torch.Tensor:
             "(B, Hkv, Sk, D), D a multiple of 16 and contiguous"
         )
     fragments = empty_fragments(v)
-    grid = (-(-v.shape[2] // KEYS), v.shape[0] * v.shape[1])
     if v.numel():
         for first, cols in pieces(v.shape[3]):
-            value_fragments[grid](*arguments(v, fragments, first, cols), num_warps=4)
+            value_fragments[grid(v)](*arguments(v, fragments, first, cols), num_warps=4)
     return fragments

@@ -19,7 +19,8 @@ from .rows import WmmaTile
 
 
 def pieces(dim: int) -> tuple[tuple[int, int], ...]:
-    """(first column, columns) of the tiles of a head dimension: the powers of two that make up the next multiple of 16."""
+    """(first column, columns) of the tiles of a head dimension: the powers of two that make up the next multiple of
+    16."""
     dim = -(-dim // 16) * 16
     found: list[tuple[int, int]] = []
     for size in (256, 128, 64, 32, 16):

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["kv_len"])
 def value_fragments(v, fragments, kv_heads, kv_len, batch_stride, head_stride, row_stride, out_head_stride,
                     D: tl.constexpr, COLS: tl.constexpr, FIRST: tl.constexpr, KEYS: tl.constexpr):
     """Keys [KEYS * program, ...) of one head, columns [FIRST, FIRST + COLS). v (B, Hkv, Sk, D) -> fragments (B * Hkv,

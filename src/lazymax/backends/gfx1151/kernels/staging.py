@@ -106,7 +106,7 @@ def tiles(k, v, config):
 def _fetch_tile(pointer, tile, left, config):
     """Without `other`, a masked buffer load reads past the end of its buffer, which gives 0: a promise of the hardware,
     not of Gluon, held by the tests. `other=0.0` costs a select for every register, 1.2% of the loop."""
-    offset, row, memory, column = tile
+    offset, row, _, column = tile
     inside = (row < left)[:, None]
     if config.D % 16 != 0:
         inside = inside & (column < config.D)[None, :]
