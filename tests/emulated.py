@@ -16,6 +16,8 @@ import torch
 from lazymax import arch as arches
 from lazymax.backends import Tile
 from lazymax.dispatch import plan
+from lazymax.extras import NO_EXTRAS, Extras
+from lazymax.options import parse_options
 from lazymax.problem import Problem
 from lazymax.testing import check_attention, make_qkv
 
@@ -43,6 +45,7 @@ class Job:
     rules: dict[str, Any] = field(default_factory=dict)
     data: str = "normal"  # see EDITS
     layout: str = "bhsd"  # or "bshd", or "padded": rows of K and V 8 elements longer, those of Q and O 1
+    feature: str = ""  # see _features; of the portable kernel
 
     @property
     def row(self) -> Tile:
@@ -54,7 +57,7 @@ class Job:
 
 def _huge(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Scores near 1e9 (fp16) and 1e15 (bf16), where the fused exponent would overflow."""
-    factor = 1e3 if q.dtype == torch.float16 else 1e6
+    factor = 1e4 if q.dtype == torch.float16 else 1e6
     q *= factor
     k *= factor
 
@@ -78,9 +81,10 @@ def _hidden(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 
 
 def _visible(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """NaN in a query, inf in the value of the first key."""
+    """NaN in a query, infinities in values of the first key, which every row sees."""
     q[:, 0, 0, 0] = torch.nan
     v[:, :, 0, 1] = torch.inf
+    v[:, :, 0, 2] = -torch.inf
 
 
 EDITS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]] = {
@@ -97,6 +101,31 @@ def _laid_out(t: torch.Tensor, layout: str, gap: int) -> torch.Tensor:
         wide = torch.full((*t.shape[:3], t.shape[3] + gap), torch.nan, dtype=t.dtype)
         return wide[..., : t.shape[3]].copy_(t)
     return t
+
+
+# ---- features of the portable kernel
+
+
+def _features(name: str, q: torch.Tensor, k: torch.Tensor) -> dict[str, Any]:
+    """Options of `attention` (or `attention_varlen`) that make the feature."""
+    batch, heads, q_len, kv_len = *q.shape[:3], k.shape[2]
+    generator = torch.Generator().manual_seed(5)
+    noise = torch.randn(batch, heads, q_len, kv_len, generator=generator)
+    if name == "softcap, ALiBi, sinks":
+        return {"softcap": 5.0, "alibi_slopes": noise[0, :, 0, 0].abs(), "sinks": noise[0, :, 1, 1].contiguous()}
+    if name == "float mask":
+        return {"attn_mask": noise[:, :1].masked_fill(noise[:, :1] > 1, -torch.inf)}
+    if name == "bool mask":
+        return {"attn_mask": noise > 0}
+    if name == "seqlens_k":
+        return {"seqlens_k": torch.arange(batch, dtype=torch.int32) * 7 + 9}
+    if name == "packed":
+        ends = torch.tensor([0, q_len // 3, q_len // 3, q_len], dtype=torch.int32)
+        return {"cu_seqlens_q": ends, "cu_seqlens_k": ends * kv_len // q_len}
+    if name == "dropout":
+        return {"dropout_p": 0.3, "dropout_seed": torch.tensor([7])}
+    assert name == ""
+    return {}
 
 
 # ---- compile, run, judge
@@ -122,11 +151,11 @@ class Emulated:
                 self.built[key] = launch.kernel.warmup(*on_meta, grid=(1,), **launch.options)
         return self.built[key]
 
-    def run(self, launch: Any, q: Any, k: Any, v: Any, out: Any, lse: Any) -> Any:
+    def run(self, launch: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, extras: Extras = NO_EXTRAS) -> Any:
         """Execute in the emulator; its `Result`."""
         from simulators.gfx1151 import launch as execute
 
-        arguments = launch.arguments(q, k, v, out, lse)
+        arguments = launch.arguments(q, k, v, out, lse, extras)
         return execute(self.kernel(launch, arguments), launch.grid, arguments)
 
     def fragments(self, v: torch.Tensor) -> torch.Tensor:
@@ -152,11 +181,14 @@ class Emulated:
         from simulators.gfx1151 import aligned
 
         rules = dict(job.rules)
-        dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[job.dtype]
+        dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[job.dtype]
         q, k, v = make_qkv(*job.shape, dtype=dtype, seed=sum(job.shape))
         EDITS[job.data](q, k, v)
         q, k, v = _laid_out(q, job.layout, 1), _laid_out(k, job.layout, 8), _laid_out(v, job.layout, 8)
-        problem = Problem.from_call(q, k, v, return_lse=True, **rules)
+        threshold = rules.pop("rescale_threshold", None)
+        parsed = parse_options(q, **rules, **_features(job.feature, q, k))
+        extras = NO_EXTRAS if parsed[0] is NO_EXTRAS else Extras(*(_aligned(t) for t in parsed[0]))
+        problem = Problem.from_tensors(q, k, v, extras, parsed[1], rescale_threshold=threshold, return_lse=True)
         refused = job.row.refusal(problem, ARCH)
         if refused:
             return {"refused": refused}
@@ -165,9 +197,17 @@ class Emulated:
         out = aligned(_laid_out(torch.full(q.shape, torch.nan, dtype=dtype), job.layout, 1))
         lse = aligned(torch.full(q.shape[:3], torch.nan))
         given = self.fragments(v) if job.table == "FRAGMENTS" else v
-        result = self.run(launch, q, k, given, out, lse)
-        budgets = check_attention(out, lse, q, k, v, problem)
+        result = self.run(launch, q, k, given, out, lse, extras)
+        budgets = check_attention(out, lse, q, k, v, problem, extras)
         return {"ok": all(b.ok for b in budgets), "why": "; ".join(map(str, budgets)), "executed": result.executed}
+
+
+def _aligned(value: Any) -> Any:
+    from simulators.gfx1151 import aligned
+
+    if isinstance(value, tuple):
+        return tuple(map(_aligned, value))
+    return aligned(value) if isinstance(value, torch.Tensor) else value
 
 
 def _flat(arguments: Any) -> Iterator[Any]:
@@ -184,6 +224,8 @@ def _specialised(arguments: tuple[Any, ...]) -> Iterator[Any]:
             yield value.dtype
         elif isinstance(value, int):
             yield value == 1, value % 16 == 0
+        else:
+            yield value is None
 
 
 def _on_meta(arguments: Any) -> Any:

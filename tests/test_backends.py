@@ -164,7 +164,7 @@ def masked(problem: Problem) -> Problem:
     return replace(problem, mask="bool", mask_varies=(True, False, False, True))
 
 
-UNSET = ("reason", "provenance", "tuned", "level")  # what is said of a row and not set by it
+UNSET = ("reason", "provenance", "tuned")  # what is said of a row and not set by it
 
 
 def settings(tile: Tile) -> tuple[Any, ...]:
@@ -193,7 +193,7 @@ def test_every_row_is_reachable(name: str) -> None:
     chosen = set()
     for arch in archs_of(backend):
         for dtype in KERNEL_DTYPES:
-            for dims in (*((n, n) for n in (16, 32, 64, 80, 96, 128, 160, 192, 256, 320)), (192, 128), (576, 512)):
+            for dims in (*((n, n) for n in (16, 32, 64, 80, 96, 128, 160, 112, 192, 256, 320)), (192, 128), (576, 512)):
                 for length, heads in ((1, 1), (64, 2), (256, 8), (512, 32), (4096, 128)):
                     for rules in ({}, dict(causal="top_left"), dict(causal="top_left", window=(512, None))):
                         asked = Problem.from_shape((1, heads, heads, length, length, *dims), dtype, **rules)

@@ -1,25 +1,38 @@
 """`lazymax bench`: what is timed is right, what is wrong is not timed, and the files say what happened."""
 
+import contextlib
 import csv
 import json
 import warnings
+from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from lazymax import reference
+from lazymax import arch as arches
+from lazymax import ops, reference
+from lazymax.backends import Tile, When, registry
 from lazymax.bench import check, clock, command, report
 from lazymax.bench.cases import SUITES, Case, label
 from lazymax.bench.check import FAILED, LEFT_OUT, OK, WRONG, Oracle, pieces
-from lazymax.bench.clock import HostClock, order, ratio, rounds_of
-from lazymax.bench.measure import extra_memory, least_bytes, measure, overhead
-from lazymax.bench.peers import LAZYMAX, PEERS, LeftOut, Ready, candidates, flex, flex_ready, refusals, sdpa
+from lazymax.bench.clock import HostClock, clock_for, order, ratio, rounds_of
+from lazymax.bench.measure import Row, extra_memory, least_bytes, measure, overhead
+from lazymax.bench.peers import LAZYMAX, PEERS, LeftOut, Ready, candidates, flex, flex_ready, ours, refusals, sdpa
+from lazymax.bench.rows import ALL, others, row_of
 from lazymax.cli import main
+from lazymax.compat import tritons
 from lazymax.console import parse_band, parse_shape
+from lazymax.dispatch import plan
 from lazymax.problem import Problem
 
+with contextlib.suppress(ImportError):
+    import triton  # noqa: F401  here, while TRITON_INTERPRET is what conftest.py made it: plain_cpu removes it
+
+# the interpreter's, as in conftest.py; the bench shows warnings of a candidate once more, without their module
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 CPU = torch.device("cpu")
 TINY = Case("tiny", (1, 4, 2, 33, 50, 16), "bottom_right")
 SQUARE = Case("square", (2, 4, 2, 40, 40, 16), "top_left")
@@ -305,3 +318,252 @@ def test_overhead():
 def test_labels():
     assert label((1, 2, 2, 3, 4, 8), "top_left", (5, None)) == "1,2,2,3,4,8 causal top_left window 5,None"
     assert check.FROBENIUS == 1.5e-2
+
+
+# --rows all
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultyTile(Tile):
+    """A row that is found, and then fails: "unbuilt" as a compiler does, "silent" as a kernel that writes nothing,
+    "close" by what is more than rounding costs."""
+
+    fault: str
+    block_m: int = 64
+    block_n: int = 32
+    num_warps: int = 2
+    num_stages: int = 1
+    reason: str = "to fail"
+    provenance: str = "never run"
+
+    @property
+    def name(self):
+        return self.fault
+
+    def prepare(self, problem, plan):
+        def launch(q, k, v, out, lse, extras):
+            if self.fault == "unbuilt":
+                raise RuntimeError("PassManager::run failed")
+            if self.fault == "close":
+                out.copy_(F.scaled_dot_product_attention(q, k, v, enable_gqa=True))
+                out[0, 0, 4] *= 1.03
+
+        return launch
+
+
+@pytest.fixture
+def table(monkeypatch, device):
+    """Gives the backend that lazymax takes here other rows: table(forward=lambda rows: ..., alternatives=...)."""
+    pytest.importorskip("triton")
+    if device == "cpu":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+    def change(forward=lambda rows: rows, alternatives=()):
+        name = plan(LITTLE.problem(torch.float32), arches.of(torch.device(device))).backend
+        table = registry()[name]
+        rows = forward(table.forward)
+        monkeypatch.setitem(registry(), name, replace(table, forward=rows, alternatives=alternatives))
+        return name
+
+    before = list(ops.observers)
+    ops._decided.clear()
+    yield change
+    ops._decided.clear()  # a decision for a faulty row must not outlive it
+    assert ops.observers == before
+
+
+LITTLE = Case("little", (1, 2, 1, 9, 13, 16), "top_left")
+
+
+def all_rows(device, **options):
+    everyone = candidates("sdpa")
+    given = dict(rows=ALL, rounds=1, window_ms=0.1) | options
+    found = measure(LITTLE, torch.float32, everyone, clock_for(torch.device(device)), **given)
+    return {row.candidate: row for row in found}
+
+
+@pytest.mark.parametrize("arch", arches.names())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_every_other_row_that_takes_the_problem_is_a_candidate(arch, dtype, dim):
+    pytest.importorskip("triton")
+    gpu = arches.by_name(arch)
+    problem = Problem.from_shape((4, 16, 16, 4096, 4096, dim), dtype, causal="top_left")
+    planned = plan(problem, gpu)
+    found = others(problem, gpu, planned, planned)
+    if planned.route == "reference":
+        assert found == {}
+        return
+
+    def build(tile):
+        bare = replace(tile, when=When(), reason="", provenance="", tuned=False)
+        return replace(bare, rescale="select") if branch_fault else bare
+
+    branch_fault = tritons.branch_rescale_fault(gpu.triton, gpu.matrix_unit)
+    backend, portable = registry()[planned.backend], registry()["portable"]
+    first = next(row for row in portable.forward if row.refusal(problem, gpu) is None)
+    rows = [row for row in (*backend.forward, *backend.alternatives) if row.refusal(problem, gpu) is None]
+    expected = {build(row) for row in (*rows, first)} - {build(planned.tile)}
+    # none is missing, none is there twice, none shares its name with another (a dictionary would have kept one of two)
+    assert Counter(build(each.tile) for each in found.values()) == Counter(expected)
+    for name, each in found.items():
+        own = each.backend == planned.backend
+        assert own or (each.backend == "portable" and build(each.tile) == build(first))
+        assert name == f"lazymax:{'' if own else 'portable:'}{each.tile.name}" and ours(name)
+        # as dispatch would have planned it, were it the only row
+        assert each.route == "triton" and each.describe() == f"triton:{each.backend}:{each.tile.name}"
+        assert each.level == registry()[each.backend].level_on(gpu)
+        assert each.least_columns == planned.least_columns and each.reason == each.tile.reason
+
+
+def test_hidden_rows_alternatives_and_a_portable_row():
+    """On a table made for this: of six rows, one is hidden, one an alternative; two repeat a build, two refuse."""
+    pytest.importorskip("triton")
+    gpu, problem = arches.by_name("sm_90"), Problem.from_shape((1, 2, 2, 64, 64, 64), torch.float16)
+    words = dict(num_warps=4, num_stages=1, reason="", provenance="")
+    chosen = Tile(block_m=64, block_n=64, **words)
+    rows = (
+        Tile(block_m=16, block_n=64, when=When(dtypes=("float32",)), **words),
+        chosen,
+        replace(chosen, when=When(max_head_dim=64), reason="again", provenance="x", tuned=True),
+        Tile(block_m=32, block_n=64, **words),
+    )
+    more = replace(chosen, num_warps=8), replace(chosen, num_warps=2, when=When(max_head_dim=32))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(registry(), "sm_90", replace(registry()["sm_90"], forward=rows, alternatives=more))
+        planned = plan(problem, gpu)
+        found = others(problem, gpu, planned, planned)
+    portable = registry()["portable"].forward[0].name
+    assert list(found) == [
+        "lazymax:32x64-w4-s1-ptr-select", "lazymax:64x64-w8-s1-ptr-select", f"lazymax:portable:{portable}",
+    ]  # fmt: skip
+
+
+def test_a_rescale_that_this_triton_cannot_compile_is_no_build_of_its_own(monkeypatch):
+    pytest.importorskip("triton")
+    gpu, problem = arches.by_name("sm_90"), Problem.from_shape((1, 2, 2, 64, 64, 64), torch.float16)
+    select = Tile(block_m=64, block_n=64, num_warps=4, num_stages=1, reason="", provenance="")
+    branch = replace(select, rescale="branch")
+    monkeypatch.setitem(registry(), "sm_90", replace(registry()["sm_90"], forward=(select, branch), alternatives=()))
+    monkeypatch.setattr(tritons, "branch_rescale_fault", lambda version, unit: None)
+    planned = plan(problem, gpu)
+    assert others(problem, gpu, planned, planned)[f"lazymax:{branch.name}"].rescale == "branch"
+    monkeypatch.setattr(tritons, "branch_rescale_fault", lambda version, unit: "miscompiled")
+    assert f"lazymax:{branch.name}" not in others(problem, gpu, planned, planned)
+
+
+def test_all_rows_are_checked_and_timed(table, device):
+    name = table()
+    found = all_rows(device)
+    arch = arches.of(torch.device(device))
+    default = plan(LITTLE.problem(torch.float32), arch)
+    rows = [row for row in found.values() if row.candidate not in (LAZYMAX, "sdpa")]
+    names = [LAZYMAX, *(row.candidate for row in rows), "sdpa"]
+    assert rows and list(found) == names
+    assert found[LAZYMAX].plan == default.describe() and found["sdpa"].plan == ""
+    for row in rows:
+        assert row.status == OK and row.ms > 0 and row.lazymax_speed > 0 and row.error < 1e-5
+        tile = row.candidate.removeprefix("lazymax:")
+        assert row.plan == ("triton:" + tile if tile.startswith("portable:") else f"triton:{name}:{tile}")
+        assert row.plan != default.describe()
+    assert list(all_rows(device, rows="best")) == [LAZYMAX, "sdpa"]
+    text = report.case_table(list(found.values()))
+    assert all(f"  {row.candidate} " in text and row.plan in text for row in rows)
+
+
+FAULTS = {"silent": (WRONG, "relative error nan"), "close": (WRONG, "error budget"), "unbuilt": (FAILED, "PassManager")}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_faulty_row_is_not_timed_and_fails_the_command(table, device, tmp_path, capsys, fault):
+    table(forward=lambda rows: rows[-1:], alternatives=(FaultyTile(fault=fault),))
+    file = tmp_path / "rows.csv"
+    arguments = ["bench", "--shape", "1,2,1,9,13,16", "--dtype", "fp32", "--against", "", "--rounds", "1"]
+    arguments += ["--window-ms", "0.1", "--device", device, "--csv", str(file)]
+    assert main([*arguments, "--rows", "all"]) == 1
+    rows = {row["candidate"]: row for row in csv.DictReader(file.open(newline=""))}
+    assert rows[LAZYMAX]["status"] == OK and float(rows[LAZYMAX]["ms"]) > 0
+    row = rows[f"lazymax:{fault}"]
+    status, why = FAULTS[fault]
+    assert row["status"] == status and row["ms"] == "" and row["plan"].endswith(f":{fault}")
+    assert why in row["reason"]
+    text = capsys.readouterr().out
+    assert f"{status.upper()}: {row['reason']}" in text and "fastest row: " in text
+    assert main(arguments) == 0  # the default --rows best does not look at it
+
+
+def test_a_default_that_cannot_be_built_shows(table, device):
+    """lazymax gives way to other rows by itself; the bench must not give their times to the first."""
+    table(forward=lambda rows: (FaultyTile(fault="unbuilt"), rows[-1]))
+    with pytest.warns(UserWarning, match="takes over"):
+        found = all_rows(device)
+    assert found[LAZYMAX].status == OK and not found[LAZYMAX].plan.endswith(":unbuilt")
+    assert found["lazymax:unbuilt"].status == FAILED and found["lazymax:unbuilt"].ms is None
+    assert [row.plan for row in found.values()].count(found[LAZYMAX].plan) == 1
+
+
+def test_a_row_starts_from_nan_when_it_is_judged_only(monkeypatch):
+    seen = []
+
+    class Recorder(FaultyTile):
+        def prepare(self, problem, plan):
+            return lambda q, k, v, out, lse, extras: seen.append(out.isnan().all().item())
+
+    q, k, v = LITTLE.tensors(torch.float32, CPU)
+    problem = Problem.from_call(q, k, v)
+    planned = replace(plan(problem, arches.by_name("cpu")), tile=Recorder(fault="none"))
+    ready = row_of(planned)(LITTLE, problem, q, k, v)
+    monkeypatch.setattr(torch, "empty_strided", lambda size, strides, **options: torch.zeros(size, **options))
+    outs = [ready.run() for _ in range(3)]
+    assert seen == [True, False, False]  # a fill in the calls that are timed would be time
+    assert len({out.data_ptr() for out in outs}) == 3
+
+
+def row(candidate, speed, ms=1.0, plan=""):
+    status = OK if ms else FAILED
+    return Row(
+        suite="s", case="c", shape="1", dtype="float16", band="full", candidate=candidate, plan=plan, status=status,
+        reason="", flops=1.0, bytes=1.0, intensity=1.0, error=0.0, ms=ms, tflops=1.0, lazymax_speed=speed,
+    )  # fmt: skip
+
+
+DEFAULT = row(LAZYMAX, 1.0, plan="triton:gfx1151:128x32-w8")
+FASTEST = {
+    "another": ([DEFAULT, row("lazymax:256x32-w16", 1 / 1.04), row("lazymax:64x32-w4", 0.97), row("sdpa", 0.5)],
+                "256x32-w16, 1.04x of the default 128x32-w8"),
+    "the default": ([DEFAULT, row("lazymax:a", 1.5), row("lazymax:portable:b", 1.25), row("sdpa", 0.5)],
+                    "128x32-w8, the default; 1.25x of the next, portable:b"),
+    "ratios, not medians": ([DEFAULT, row("lazymax:a", 1.02, ms=0.9), row("lazymax:b", 0.98, ms=1.1)],
+                            "b, 1.02x of the default 128x32-w8"),
+    "alone": ([DEFAULT, row("lazymax:a", None, ms=None), row("sdpa", 0.5)], "128x32-w8, the default; no other was"),
+    "no default": ([replace(DEFAULT, ms=None, lazymax_speed=None), row("lazymax:a", None, ms=2.0),
+                    row("lazymax:b", None, ms=1.5)], "b; the default 128x32-w8 has no time"),
+    "none": ([replace(DEFAULT, ms=None, lazymax_speed=None), row("sdpa", None)], "none, no result was right"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FASTEST)
+def test_the_fastest_row_is_named(name):
+    rows, text = FASTEST[name]
+    assert report.fastest_row(rows).startswith(f"fastest row: {text}")
+
+
+def test_rows_of_the_reference_there_are_none(capsys):
+    """Without a kernel, as here without the interpreter."""
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is here")
+    assert main(["bench", "--shape", "1,2,2,20,20,16", "--rows", "all", "--against", "sdpa", *FAST]) == 0
+    assert "fastest row: reference, the default; no other was timed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("rows", ["all", "best"])
+@pytest.mark.parametrize("other", [["--suite", "features"], ["--overhead"]], ids=" ".join)
+def test_rows_go_with_shapes_only(capsys, rows, other):
+    assert main(["bench", "--rows", rows, *other, *FAST]) == 2
+    error = capsys.readouterr().err
+    assert f"--rows: got {rows!r} with {' '.join(other)}" in error and error.count("\n") == 1
+
+
+def test_rows_are_best_or_all(capsys):
+    assert main(["bench", "--shape", "1,2,2,20,20,16", "--rows", "some", *FAST]) == 2
+    assert "--rows" in capsys.readouterr().err

@@ -80,7 +80,10 @@ def faults(lines: list[dict[str, Any]]) -> list[str]:
     return sorted(set(found))
 
 
-@pytest.mark.parametrize("name", list(registry()))
+FAMILIES = [name for name, backend in registry().items() if backend.automatic]  # variants: with --slow
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_rows_of(name: str, clean_env: dict[str, str]) -> None:
     archs = registry()[name].archs[:1] or PORTABLE_ARCHS
     lines = compile_rows(name, archs, False, clean_env)

@@ -20,9 +20,12 @@ from simulators.gfx1151 import EmulatorUnavailable
 from simulators.gfx1151.build import interpreter
 
 from lazymax.backends import Tile
+from lazymax.compat import tritons
 from lazymax.problem import Problem
 
 TESTS = Path(__file__).parent
+# What nothing runs unless asked takes its turn on the oldest Triton; on others with --slow.
+floor_by_default = pytest.mark.slow if tritons.triton_version() != tritons.FLOOR else lambda test: test
 
 
 class Worker:
@@ -128,6 +131,7 @@ def test_rows_that_are_chosen(table: str, index: int, worker: Worker) -> None:
         check(worker, jobs(table, index, SMALL[:1], dim, dtype))
 
 
+@floor_by_default
 @pytest.mark.parametrize("table, index", rows("ALTERNATIVES", "FRAGMENTS", "noasm"))
 def test_rows_for_a_sweep_fragments_and_the_twin(table: str, index: int, worker: Worker) -> None:
     row = rows_of(table)[index]
@@ -135,6 +139,32 @@ def test_rows_for_a_sweep_fragments_and_the_twin(table: str, index: int, worker:
     check(worker, jobs(table, index, SMALL[:1], dims[0], dtype))
 
 
+FEATURES = ("", "softcap, ALiBi, sinks", "float mask", "bool mask", "seqlens_k", "packed", "dropout")
+
+
+@pytest.mark.parametrize("feature", FEATURES, ids=lambda name: name or "plain")
+def test_the_portable_kernel_does_the_rest(feature: str, worker: Worker) -> None:
+    """On this GPU too: the row that serves features at head dim 64 (the fewest registers), and for the plain case those
+    for head dims that no other row takes, and for fp32."""
+    batch = 1 if feature == "packed" else 2
+    shape = (batch, 4, 2, 70, 90, 64)
+    todo = [replace(job_of_portable(shape, "bf16"), rules=CAUSAL, feature=feature)]
+    if not feature:
+        todo = [job_of_portable((1, 2, 1, 40, 90, dim), dtype) for dim, dtype in
+                ((104, "fp16"), (136, "bf16"), (24, "fp32"), (136, "fp32"))]  # fmt: skip
+    check(worker, todo)
+
+
+def job_of_portable(shape: tuple[int, ...], dtype: str) -> Job:
+    """The first row for the portable kernel that takes the shape."""
+    from emulated import ARCH
+
+    problem = Problem.from_shape(shape, dtype)
+    index = next(i for i, row in enumerate(rows_of("portable")) if row.refusal(problem, ARCH) is None)
+    return Job("portable", index, shape, dtype)
+
+
+@floor_by_default
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("table", ["singlewave", "pipelined"])
 def test_the_seed(table: str, dtype: str, worker: Worker) -> None:

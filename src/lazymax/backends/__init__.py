@@ -79,7 +79,6 @@ class Tile:
     tuned: bool = False  # chosen by measurement or search on this GPU: may not spill
     reason: str  # why these numbers
     provenance: str  # device, date and Triton version of the measurement, or "compiled only, not run"
-    level: str | None = None  # of the claim, where it is not the backend's
 
     @property
     def name(self) -> str:

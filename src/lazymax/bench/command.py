@@ -18,8 +18,7 @@ from .features import command as features_command
 from .host import About, about
 from .measure import Overhead, Row, measure, overhead
 from .peers import PEERS, Make, candidates, ours
-from .report import case_table, fastest_row, header, overhead_table, plot_fault
-from .report import summary, to_json, write_csv, write_plot
+from .report import case_table, fastest_row, header, overhead_table, plot_fault, summary, to_json, write_csv, write_plot
 from .rows import ALL, BEST
 
 DEFAULT_PEERS = "sdpa-cudnn,sdpa-flash,sdpa-efficient"

@@ -66,7 +66,7 @@ def _plan(backend: str, row: Tile, problem: Problem, arch: Arch, planned: Plan) 
     branch = row.rescale == "branch" and not tritons.branch_rescale_fault(arch.triton or "", arch.matrix_unit)
     return replace(
         planned, backend=backend, tile=row, rescale="branch" if branch else "select", rejected=(), notes=(),
-        level=row.level or registry()[backend].level_on(arch), reason=row.reason,
+        level=registry()[backend].level_on(arch), reason=row.reason,
         listed=lists_blocks(problem, row) is not None,
     )  # fmt: skip
 
@@ -75,7 +75,7 @@ def _build(plan: Plan) -> Tile | None:
     """What the kernel is built from: equal for rows that differ in their condition or their words only."""
     if plan.tile is None:
         return None
-    silent = replace(plan.tile, when=When(), reason="", provenance="", tuned=False, level=None)
+    silent = replace(plan.tile, when=When(), reason="", provenance="", tuned=False)
     return replace(silent, rescale=plan.rescale)
 
 

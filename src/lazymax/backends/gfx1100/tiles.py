@@ -1,18 +1,26 @@
 """Rows for RDNA3 (gfx1100 to gfx1103) and gfx1150: wmma of 16x16x16, 64 KB of LDS, 256 vector registers a wave.
 
-The compiler emits for them what it emits for gfx1151, whose instruction costs were measured; theirs were not, so no row
-here is called tuned.
+The kernel and rows of gfx1151, then rows of the portable kernel. The instruction costs of gfx1151 were measured by
+others; theirs were not, and the emulator is of gfx1151, so no row here is called tuned.
 """
 
+from dataclasses import replace
+
 from .. import HALF, Backend, Tile, When
+from ..gfx1151.tiles import WMMA
 
 COMPILED = "compiled only, not run; on gfx1151, 2026-11-29"
+WMMA_REASON = (
+    "the same as gfx1151 because the instruction, its register layout and LDS are; its price here is not known"
+)
+WMMA_PROVENANCE = "compiled only, not run; 2026-11-29, Triton 3.6.0 and 3.9.0"
 
 # num_stages stays at 1: Triton's pipeliner is wrong above 2 on RDNA (triton#9815), and 2 costs registers.
 BACKEND = Backend(
     archs=("gfx1100", "gfx1101", "gfx1102", "gfx1103", "gfx1150"),
     level="compiled only, not run",
     forward=(
+        *(replace(r, tuned=False, reason=WMMA_REASON, provenance=WMMA_PROVENANCE) for r in WMMA),
         Tile(
             block_m=64, block_n=64, num_warps=4, num_stages=1, when=When(max_head_dim=64, dtypes=HALF),
             reason="the same as gfx1151 because the instruction and its register layout are", provenance=COMPILED,

@@ -1,0 +1,102 @@
+"""A row may only get cheaper: prices of the gfx1151 kernels, from executed instructions, beside the committed table."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from simulators.gfx1151 import EmulatorUnavailable
+from simulators.gfx1151.build import interpreter
+
+TESTS = Path(__file__).parent
+DEARER = 1.01  # than the table
+
+PRICES = """
+import json, sys
+from gfx1151_static import Pricing, entries
+
+pricing = Pricing()
+wanted = {tuple(key) for key in json.loads(sys.argv[1])}
+print(json.dumps([pricing.price(entry) for entry in entries() if not wanted or entry.key in wanted]))
+"""
+# (table, row, head dim, dtype): at least so many TFLOP/s if only issue counts, at most so many global loads for 64 WMMA
+ASKED: dict[tuple[str, str, str, str], tuple[float, float]] = {
+    ("WMMA", "128x32-w8", "128", "fp16"): (36.5, 16),
+    ("WMMA", "256x64-w16-always", "128", "bf16"): (35.0, 16),
+    ("WMMA", "128x64-w8", "64", "fp16"): (32.0, 16),
+    ("WMMA", "64x16-w4-q", "256", "fp16"): (35.0, 16),
+    ("WMMA", "128x64-w8", "80", "fp16"): (0.9 * 36.5, 16),
+    ("WMMA", "128x64-w8", "96", "fp16"): (0.9 * 36.5, 16),
+}
+SEED = {("singlewave", "16x16-w1", "128", "fp16"), ("pipelined", "16x16-w1-pipelined", "128", "fp16")}
+
+
+def prices(wanted: set[tuple[str, ...]]) -> list[dict[str, Any]]:
+    try:
+        interpreter()
+    except EmulatorUnavailable as missing:
+        pytest.skip(str(missing))
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = os.pathsep.join((str(TESTS.parent / "src"), str(TESTS)))
+    command = [sys.executable, "-W", "ignore", "-c", PRICES, json.dumps(sorted(wanted))]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+def beside_the_table(lines: list[dict[str, Any]]) -> list[str]:
+    from gfx1151_static import recorded
+
+    known = {(line["triton"], line["table"], line["row"], line["head_dim"], line["dtype"]): line for line in recorded()}
+    wrong = []
+    for line in lines:
+        key = (line["triton"], line["table"], line["row"], str(line["head_dim"]), line["dtype"])
+        before = known.get(key)
+        if before is None:
+            if key[0] in {triton for triton, *_ in known}:
+                wrong.append(f"{key}: not in the table; python tests/gfx1151_static.py --write")
+            continue
+        for what in ("cycles_per_unit", "global_loads_per_64_wmma", "lds_cycles_per_64_wmma"):
+            if line[what] > DEARER * float(before[what]):
+                wrong.append(f"{key}: {what} {line[what]}, was {before[what]}")
+        if line["spilled_vgprs"] > int(before["spilled_vgprs"]):
+            wrong.append(f"{key}: spills {line['spilled_vgprs']}, before {before['spilled_vgprs']}")
+    return wrong
+
+
+def test_what_was_asked_for() -> None:
+    lines = prices({*ASKED, *SEED})
+    found = {(line["table"], line["row"], str(line["head_dim"]), line["dtype"]): line for line in lines}
+    assert set(found) == {*ASKED, *SEED}
+    for key, (floor, loads) in ASKED.items():
+        line = found[key]
+        assert line["floor_tflops"] >= floor, f"{key}: {line}"
+        assert line["global_loads_per_64_wmma"] <= loads and line["spilled_vgprs"] == line["scratch"] == 0, (
+            f"{key}: {line}"
+        )
+    assert beside_the_table(lines) == []
+
+
+@pytest.mark.slow
+def test_every_row() -> None:
+    lines = prices(set())
+    assert len(lines) > 50
+    assert [line for line in lines if line["table"] == "WMMA" and line["spilled_vgprs"]] == []
+    assert beside_the_table(lines) == []
+
+
+def test_the_comparison_can_fail() -> None:
+    from gfx1151_static import recorded
+
+    line: dict[str, Any] = {**recorded()[0]}
+    numbers = {name: float(line[name]) for name in
+               ("cycles_per_unit", "global_loads_per_64_wmma", "lds_cycles_per_64_wmma")}  # fmt: skip
+    same = line | numbers | {"spilled_vgprs": int(line["spilled_vgprs"])}
+    assert beside_the_table([same]) == []
+    for name in numbers:
+        assert name in beside_the_table([same | {name: 1.02 * numbers[name] + 0.1}])[0]
+    assert "spills" in beside_the_table([same | {"spilled_vgprs": same["spilled_vgprs"] + 1}])[0]
+    assert "not in the table" in beside_the_table([same | {"row": "7x7"}])[0]
