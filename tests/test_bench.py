@@ -20,7 +20,19 @@ from lazymax.bench.cases import SUITES, Case, label
 from lazymax.bench.check import FAILED, LEFT_OUT, OK, WRONG, Oracle, pieces
 from lazymax.bench.clock import HostClock, clock_for, order, ratio, rounds_of
 from lazymax.bench.measure import Row, extra_memory, least_bytes, measure, overhead
-from lazymax.bench.peers import LAZYMAX, PEERS, LeftOut, Ready, candidates, flex, flex_ready, ours, refusals, sdpa
+from lazymax.bench.peers import (
+    LAZYMAX,
+    PEERS,
+    LeftOut,
+    Ready,
+    candidates,
+    flash_attn_ready,
+    flex,
+    flex_ready,
+    ours,
+    refusals,
+    sdpa,
+)
 from lazymax.bench.rows import ALL, others, row_of
 from lazymax.cli import main
 from lazymax.compat import tritons
@@ -207,6 +219,32 @@ def test_peers_say_what_they_do_not_take():
         raise RuntimeError("no kernel")
     with pytest.warns(UserWarning, match="kept"), refusals():
         warnings.warn("kept", stacklevel=1)
+
+
+def test_flash_attn_takes_its_own_layout_and_says_what_it_cannot() -> None:
+    """By a stand-in with its signature; the packages run on GPUs only."""
+
+    def stand_in(q, k, v, causal):
+        assert q.is_contiguous() and q.shape[1:3] == (9, 4)
+        repeated = (t.transpose(1, 2).repeat_interleave(2, 1) for t in (k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(q.transpose(1, 2), *repeated, is_causal=causal)
+        return out.transpose(1, 2), None
+
+    case = Case("x", (1, 4, 2, 9, 9, 16), "bottom_right")
+    q, k, v = case.tensors(torch.float32, torch.device("cpu"))
+    out = flash_attn_ready(stand_in, case, case.problem(torch.float32), q, k, v).run()
+    expected = sdpa(None)(case, case.problem(torch.float32), q, k, v).run()
+    torch.testing.assert_close(out, expected)
+    for other, message in (
+        (replace(case, window=(1, 1)), "without a window"),
+        (replace(case, causal="top_left", shape=(1, 4, 2, 9, 8, 16)), "its causal is bottom-right"),
+    ):
+        with pytest.raises(LeftOut, match=message):
+            flash_attn_ready(stand_in, other, other.problem(torch.float32), q, k, v)
+    with pytest.raises(LeftOut, match="runs on GPUs only"):
+        PEERS["fa3"](case, case.problem(torch.float32), q, k, v)
+    with pytest.raises(LeftOut, match="pip install flash-attn-4: No module named 'flash_attn'"):
+        PEERS["fa4"](case, case.problem(torch.float32), *(t.to("meta") for t in (q, k, v)))
 
 
 @pytest.mark.parametrize("rules", RULES, ids=str)

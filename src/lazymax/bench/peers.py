@@ -1,6 +1,7 @@
-"""What is timed: lazymax and the attention functions that come with torch."""
+"""What is timed: lazymax, the attention functions that come with torch, and flash-attn's where it is installed."""
 
 import contextlib
+import importlib
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -105,6 +106,39 @@ def flex_ready(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
     return Ready(lambda: function(q, k, v, block_mask=mask, enable_gqa=problem.group > 1))
 
 
+def flash_attn(package: str, module: str) -> Make:
+    """`flash_attn_func` as its authors ship it. It takes (B, S, H, D), which is made beforehand."""
+
+    def make(case: Case, problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Ready:
+        if q.device.type == "cpu":
+            raise LeftOut("runs on GPUs only")
+        try:
+            function = importlib.import_module(module).flash_attn_func
+        except ImportError as error:
+            raise LeftOut(f"pip install {package}: {error}") from error
+        return flash_attn_ready(function, case, problem, q, k, v)
+
+    return make
+
+
+def flash_attn_ready(
+    function: Any, case: Case, problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> Ready:
+    if case.window is not None:
+        raise LeftOut("timed without a window here")
+    if case.causal == "top_left" and problem.q_len != problem.kv_len:
+        raise LeftOut("its causal is bottom-right")
+    tensors = [t.transpose(1, 2).contiguous() for t in (q, k, v)]
+    causal = case.causal is not None
+
+    def run() -> torch.Tensor:
+        result = function(*tensors, causal=causal)
+        out: torch.Tensor = result[0] if isinstance(result, tuple) else result
+        return out.transpose(1, 2)
+
+    return Ready(run)
+
+
 PEERS: dict[str, Make] = {
     "sdpa": sdpa(None),
     "sdpa-cudnn": sdpa("CUDNN_ATTENTION"),
@@ -112,6 +146,8 @@ PEERS: dict[str, Make] = {
     "sdpa-efficient": sdpa("EFFICIENT_ATTENTION"),
     "sdpa-math": sdpa("MATH"),
     "flex": flex,
+    "fa3": flash_attn("fa3-fwd", "fa3_fwd_interface"),
+    "fa4": flash_attn("flash-attn-4", "flash_attn.cute"),
 }
 
 
