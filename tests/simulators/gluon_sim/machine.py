@@ -1,0 +1,229 @@
+"""The simulated machine: threads (one per partition), asynchronous engines and what orders their accesses.
+
+Ordering is tracked with bit sets. Every agent (a thread, an in-order engine, the pending and the completed side of
+a barrier) owns one bit; a remembered access carries the set of agents that are known to come after it. Releasing to
+an object adds the object's bit to everything the releaser sees; acquiring adds the acquirer's bit to everything the
+object has. A conflicting access by an agent whose bit is missing is a race, whatever the schedule happened to be.
+
+The warps of a partition are one thread: the compiler puts the barriers between them. Not modelled: clusters, time.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .barriers import MBarrier, NamedBarrier
+from .errors import BarrierError, InFlightAtExit, SimError
+from .global_memory import GlobalMemory
+from .layouts import TMEM_COLUMN_BYTES, TMEM_COLUMNS
+from .memory import Access, Space
+from .views import View
+
+if TYPE_CHECKING:
+    from .mlir import Op
+
+Condition = Callable[[], bool]
+Dims = tuple[int, int, int]
+Steps = Generator["Condition | None", None, Any]
+
+
+class Thread:
+    """A partition of a warp-specialised kernel (or the whole program outside one)."""
+
+    def __init__(self, cta: Cta, name: str, num_warps: int, env: list[Any]) -> None:
+        self.cta, self.name, self.num_warps, self.env = cta, name, num_warps, env
+        env[-1] = self
+        self.bit = cta.new_bit()
+        self.gen: Steps | None = None
+        self.blocked: Condition | None = None
+        self.waiting_for = ""
+        self.done = False
+        self.op: Op | None = None  # operation being executed, for messages
+        self.cp_async = Engine(cta, f"cp.async of {name}")
+        self.bulk = Engine(cta, f"TMA stores of {name}")
+        self.wgmma = Engine(cta, f"wgmma of {name}")
+        self.tcgen05 = Engine(cta, f"tcgen05 of {name}")
+
+    @property
+    def where(self) -> str:
+        return self.op.loc if self.op is not None else "?"
+
+    def ready(self) -> bool:
+        return not self.done and (self.blocked is None or self.blocked())
+
+
+class AsyncOp:
+    """A deferred operation. `run` performs one piece and returns True when the operation is complete."""
+
+    __slots__ = ("name", "records", "run", "seq", "snapshot", "thread", "where")
+
+    def __init__(self, name: str, run: Callable[[], bool], thread: Thread, where: str) -> None:
+        self.name, self.run, self.thread, self.where = name, run, thread, where
+        self.records: list[Access] = []
+        self.snapshot: list[Access] = []  # what the issuing thread was ordered after
+        self.seq = 0
+
+
+class Engine:
+    """Executes asynchronous operations of one thread in issue order."""
+
+    in_order = True
+
+    def __init__(self, cta: Cta, name: str) -> None:
+        self.cta, self.name = cta, name
+        self.bit = cta.new_bit()
+        self.queue: deque[AsyncOp] = deque()
+        self.issued = 0
+        self.completed = 0
+        self.groups: list[int] = []  # `issued` at each commit_group
+
+    def issue(self, op: AsyncOp) -> None:
+        self.issued += 1
+        op.seq = self.issued
+        self.queue.append(op)
+        self.cta.stats.async_ops += 1
+        if self not in self.cta.engines:
+            self.cta.engines.append(self)
+
+    def step(self, position: int) -> None:
+        """Perform a piece of the operation at `position` of the queue."""
+        op = self.queue[position]
+        with _Annotate(op.where, op.thread, f"while executing {op.name}"):
+            if op.run():
+                del self.queue[position]
+                self.completed = op.seq if self.in_order else self.completed + 1
+
+    def publish(self, upto: int, bit: int) -> None:
+        """Make the completed accesses of operations up to `upto` visible to `bit`."""
+        for space in self.cta.spaces:
+            for rec in space.records:
+                if rec.engine is self and rec.seq <= upto:
+                    rec.vis |= bit
+
+
+class Unordered(Engine):
+    """Operations that may complete in any order (TMA loads, global writes of TMA stores)."""
+
+    in_order = False
+
+
+class _Annotate:
+    """Context manager that adds location and thread to a SimError passing through."""
+
+    def __init__(self, where: str, thread: Thread, note: str = "") -> None:
+        self.where, self.thread, self.note = where, thread, note
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, exc: Any, tb: Any) -> None:
+        if isinstance(exc, SimError):
+            if exc.where is None:
+                exc.where = self.where
+            if not exc.context:
+                exc.context.append(
+                    f"in {self.thread.name}, program {self.thread.cta.pid}" + (f", {self.note}" if self.note else "")
+                )
+
+
+@dataclass
+class Stats:
+    """What one launch did."""
+
+    steps: int = 0
+    async_ops: int = 0
+    programs: int = 0
+    shared_bytes: int = 0
+    tmem_columns: int = 0
+
+
+class Cta:
+    """One program instance."""
+
+    def __init__(
+        self,
+        pid: Dims,
+        grid: Dims,
+        gmem: GlobalMemory,
+        rng: random.Random,
+        stats: Stats,
+        *,
+        smem_bytes: int,
+        races: bool,
+    ) -> None:
+        self._bits = 0
+        self.pid, self.grid = pid, grid
+        self.linear = (pid[2] * grid[1] + pid[1]) * grid[0] + pid[0]
+        self.gmem, self.rng, self.stats = gmem, rng, stats
+        self.smem = Space("shared", smem_bytes, races)
+        self.tmem = Space("tensor", TMEM_COLUMNS * TMEM_COLUMN_BYTES, races)
+        self.spaces = (self.smem, self.tmem)
+        self.barriers: dict[int, MBarrier] = {}
+        self.named: dict[int, NamedBarrier] = {}
+        self.threads: list[Thread] = []
+        self.engines: list[Engine] = []
+        self.loads = Unordered(self, "TMA loads")
+        self.writes = Unordered(self, "global writes of TMA stores")
+        self.allocs = 0
+
+    def new_bit(self) -> int:
+        self._bits += 1
+        return 1 << (self._bits - 1)
+
+    # ---- ordering
+
+    def share(self, have: int, give: int) -> None:
+        """Everything visible to `have` becomes visible to `give`."""
+        for space in self.spaces:
+            for rec in space.records:
+                if rec.vis & have:
+                    rec.vis |= give
+
+    def seen_by(self, bit: int) -> list[Access]:
+        return [rec for space in self.spaces for rec in space.records if rec.vis & bit]
+
+    def fence_async(self, thread: Thread) -> None:
+        for rec in self.smem.records:
+            if rec.proxy == "generic" and rec.vis & thread.bit:
+                rec.fenced = True
+
+    # ---- barriers
+
+    def barrier(self, view: View) -> MBarrier:
+        bar = self.barriers.get(view.address)
+        if bar is None:
+            raise BarrierError(f"{view.label} is used as an mbarrier but was not initialised (or was invalidated)")
+        return bar
+
+    def drop_barriers(self, view: View) -> None:
+        """The compiler gave the memory of a dead allocation to `view`; idle mbarriers in it are gone."""
+        lo, hi = int(view.offsets.min()), int(view.offsets.max()) + view.dt.nbytes
+        for bar in [b for a, b in self.barriers.items() if lo <= a < hi]:
+            if bar.pending != bar.count or bar.tx or bar.waiters:
+                raise BarrierError(f"the memory of {bar.state()} is given to {view.label} while the barrier is in use")
+            del self.barriers[bar.address]
+
+    def named_barrier(self, ident: int) -> NamedBarrier:
+        if ident not in self.named:
+            self.named[ident] = NamedBarrier(self, ident)
+        return self.named[ident]
+
+    # ---- end of program
+
+    def check_exit(self) -> None:
+        observers = 0
+        for t in self.threads:
+            observers |= t.bit
+        for space in self.spaces:
+            if not space.races:
+                continue
+            for rec in space.records:
+                if rec.engine is not None and not rec.vis & observers:
+                    raise InFlightAtExit(f"the program ends although no thread has waited for {rec}", rec.where)
+        for bar in self.barriers.values():
+            if bar.tx < 0:
+                raise BarrierError(f"more bytes arrived than were expected on {bar.state()}")

@@ -1,0 +1,170 @@
+"""Mutation testing of synchronisation: drop or weaken each synchronising operation and see whether it is noticed.
+
+A mutant that survives either removes something redundant or marks a blind spot of the checks; both are worth a look.
+The fence after `mbarrier.init` always survives: it is not modelled.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .api import Options
+from .errors import SimError
+from .frontend import Program
+from .mlir import Op, Region
+from .operations.barriers import FLIP
+from .operations.tensor_cores import NO_COMMIT
+
+DROP, TWICE, PARITY, FEWER = "drop", "arrive twice", "wait for the other parity", "wait for one fewer"
+NAMED, UNCOMMITTED = "drop its named barrier", "drop its commit"
+CHANGES = {
+    "ttng.wait_barrier": (DROP, PARITY),
+    "ttng.arrive_barrier": (DROP, TWICE),
+    "ttng.barrier_expect": (DROP,),
+    "ttng.fence_async_shared": (DROP,),
+    "ttng.tc_gen5_commit": (DROP,),
+    "ttng.tc_gen5_mma": (UNCOMMITTED,),
+    "ttng.async_tma_store_wait": (DROP, FEWER),
+    "ttng.warp_group_dot_wait": (FEWER,),
+    "ttng.async_copy_mbarrier_arrive": (DROP,),
+    "ttg.async_wait": (FEWER,),
+    "tt.elementwise_inline_asm": (NAMED,),
+}
+BARRIER_TEXT = r"\bbar(?:rier)?\.(?:sync|arrive)[^;]*;"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change to one operation of a kernel."""
+
+    kernel: str
+    index: int  # position in a walk of the module
+    op: str
+    loc: str
+    how: str
+
+    def __str__(self) -> str:
+        return f"{self.how}: {self.op} at {self.loc} in {self.kernel}"
+
+    def apply(self, program: Program) -> Program:
+        """A changed copy."""
+        module = copy.deepcopy(program.module)
+        regions = [f.regions[0] for f in module.funcs.values()]
+        _forget_code(regions)
+        ops, at = list(_walk(regions))[self.index]
+        op = ops[at]
+        if op.name != self.op or op.loc != self.loc:
+            raise ValueError(f"{self} does not belong to this program")
+        if self.how == DROP:
+            del ops[at]
+        elif self.how == TWICE:
+            ops.insert(at, copy.copy(op))
+        elif self.how == FEWER:
+            key = "pendings" if "pendings" in op.attrs else "num"
+            op.attrs[key] = str(op.int_attr(key) + 1)
+        elif self.how == NAMED:
+            op.attrs["asm_string"] = re.sub(BARRIER_TEXT, "", op.attrs["asm_string"])
+        else:
+            op.attrs[FLIP if self.how == PARITY else NO_COMMIT] = "1"
+        return replace(program, module=module, executable=None)
+
+
+def _walk(regions: Iterable[Region]) -> Iterator[tuple[list[Op], int]]:
+    """Every operation, as a list and a position in it."""
+    for region in regions:
+        for block in region.blocks:
+            for at, op in enumerate(block.ops):
+                yield block.ops, at
+                yield from _walk(op.regions)
+
+
+def _forget_code(regions: Iterable[Region]) -> None:
+    for region in regions:
+        for block in region.blocks:
+            block.code = None
+            for op in block.ops:
+                _forget_code(op.regions)
+
+
+def _operations(program: Program) -> list[Op]:
+    return [ops[at] for ops, at in _walk(f.regions[0] for f in program.module.funcs.values())]
+
+
+def _applies(how: str, op: Op) -> bool:
+    if how == NAMED:
+        return re.search(BARRIER_TEXT, op.attrs["asm_string"]) is not None
+    return how != UNCOMMITTED or bool(op.segments()[6])
+
+
+def mutants(program: Program) -> list[Mutant]:
+    """Every change this module knows how to make to an operation that has been executed."""
+    return [
+        Mutant(program.name, index, op.name, op.loc, how)
+        for index, op in enumerate(_operations(program))
+        if op.hits
+        for how in CHANGES.get(op.name, ())
+        if _applies(how, op)
+    ]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a mutant."""
+
+    mutant: Mutant
+    error: str | None  # None: survived every seed
+    seed: int | None  # that killed it
+
+    @property
+    def killed(self) -> bool:
+        return self.error is not None
+
+    def __str__(self) -> str:
+        return f"killed by seed {self.seed}: {self.mutant}: {self.error}" if self.killed else f"SURVIVED: {self.mutant}"
+
+
+def run_mutants(launch: Callable[[Options], Any], base: Options, seeds: Iterable[int]) -> list[Outcome]:
+    """Run `launch` once per mutant and seed until something raises.
+
+    `launch(options)` simulates one or more launches with exactly these options and raises AssertionError if a result is
+    wrong. It runs unchanged first: what executes then is what is mutated.
+    """
+    seen: list[Program] = []
+
+    def record(program: Program) -> Program:
+        if not any(program is p for p in seen):
+            seen.append(program)
+            for op in _operations(program):
+                op.hits = 0
+        return program
+
+    launch(replace(base, transform=record))
+    seeds = list(seeds)
+    return [_run(launch, base, seeds, program, mutant) for program in seen for mutant in mutants(program)]
+
+
+def _run(
+    launch: Callable[[Options], Any], base: Options, seeds: Iterable[int], original: Program, mutant: Mutant
+) -> Outcome:
+    changed = mutant.apply(original)
+
+    def swap(program: Program) -> Program:
+        return changed if program is original else program
+
+    for seed in seeds:
+        try:
+            launch(replace(base, seed=seed, transform=swap))
+        except (SimError, AssertionError) as e:
+            return Outcome(mutant, f"{type(e).__name__}: {next(iter(str(e).splitlines()), '')}", seed)
+    return Outcome(mutant, None, None)
+
+
+def summary(outcomes: Iterable[Outcome]) -> str:
+    """A line for each mutant, survivors first, and the score."""
+    ordered = sorted(outcomes, key=lambda o: o.killed)
+    killed = sum(o.killed for o in ordered)
+    return "\n".join([*map(str, ordered), f"{killed} of {len(ordered)} mutants killed"])

@@ -1,0 +1,131 @@
+"""Inline assembly: ptx.py runs it; here its operands are put into registers in the order of the real layout.
+
+A named barrier in a block counts once per thread, however many elements the block is applied to.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .. import ptx
+from ..dtypes import DType
+from ..errors import Unsupported
+from ..interpreter import Env, Executable, pure
+from ..machine import Steps, Thread
+from ..mlir import Op, Type
+from ..registers import register_order
+from .common import Fn, slots
+
+
+@pure("tt.elementwise_inline_asm")
+def _inline_asm(op: Op, exe: Executable) -> Fn:
+    block = _Block(op)
+    if not block.asm.barriers:
+        return block.compute
+
+    def with_barriers(env: Env, th: Thread) -> Steps:
+        for ins in block.asm.barriers:
+            yield from _named_barrier(ins, th)
+        block.compute(env)
+
+    with_barriers.style = "steps"  # type: ignore[attr-defined]
+    return with_barriers
+
+
+def _named_barrier(ins: ptx.Instr, th: Thread) -> Steps:
+    """bar.arrive or bar.sync."""
+    ident, count = (ptx.immediate(a) for a in ins.args[:2])
+    yield None
+    bar = th.cta.named_barrier(ident)
+    generation = bar.generation
+    bar.arrive(th, count)
+    if "sync" in ins.mods:
+        while bar.generation == generation:
+            th.waiting_for = f"{bar.label} ({bar.arrived} of {count} threads arrived)"
+            yield lambda: bar.generation != generation
+        th.cta.share(bar.done_bit, th.bit)
+
+
+class _Block:
+    """A parsed block and where its operands come from."""
+
+    def __init__(self, op: Op) -> None:
+        self.asm = ptx.parse(op.attrs["asm_string"][1:-1], op.attrs["constraints"].strip('"'))
+        self.pack = op.int_attr("packed_element", 1)
+        self.src, self.dst = slots(op.operands), slots(op.results)
+        self.in_types = [v.type for v in op.operands]
+        self.out_types = [v.type for v in op.results]
+        expected = sum(self._registers(t) for t in self.out_types)
+        if expected != self.asm.n_outputs:
+            raise Unsupported(f"inline assembly has {self.asm.n_outputs} outputs, {expected} registers expected")
+
+    def _registers(self, ty: Type) -> int:
+        bits = ty.dtype.bits
+        return max(1, bits * self.pack // (64 if bits == 64 else 32))
+
+    def _arrange(self, shape: tuple[int, ...], enc: str, th: Thread) -> Any:
+        """Flat element indices as [warps, lanes, calls, pack] (layout order), or row-major if unknown."""
+        pack, n = self.pack, int(np.prod(shape)) if shape else 1
+        order = register_order(enc, shape) if shape and enc else None
+        if order is None or order.shape[2] % pack:
+            if n % pack:
+                raise Unsupported(f"inline assembly with pack={pack} on {n} elements")
+            if pack > 2:
+                raise Unsupported(f"inline assembly with pack={pack} needs the register layout of {enc}")
+            return np.arange(n).reshape(-1, pack)
+        return order.reshape(order.shape[0], order.shape[1], -1, pack)
+
+    def compute(self, env: Env) -> None:
+        asm = self.asm
+        # inside a combine region the types are scalar but the values are whole slices
+        full = self.out_types[0].shape or np.broadcast_shapes(*[np.shape(env[s]) for s in self.src])
+        idx = self._arrange(full, self.out_types[0].enc, env[-1])
+        shape = idx.shape[:-1]
+        operands: list[Any] = []
+        for s, t in zip(self.src, self.in_types, strict=True):
+            raw = np.ascontiguousarray(np.broadcast_to(t.dtype.encode(env[s]), full)).ravel()[idx]
+            operands += _to_regs(raw, t.dtype, self.pack)
+        outs: list[Any] = [
+            np.zeros(shape, np.uint64 if c == "=l" else np.uint32) for c in asm.constraints[: asm.n_outputs]
+        ]
+        for c, v in zip(asm.constraints[asm.n_outputs :], operands, strict=False):
+            if c.isdigit():
+                outs[int(c)] = v
+        outs = ptx.Machine(asm, outs + operands, shape).run()
+        for d, t in zip(self.dst, self.out_types, strict=True):
+            count = self._registers(t)
+            flat = np.zeros(int(np.prod(full)), t.dtype.store)
+            flat[idx] = _from_regs(outs[:count], t.dtype, self.pack)
+            outs = outs[count:]
+            value = t.dtype.decode(flat.reshape(full))
+            env[d] = value if full else value[()]
+
+
+def _to_regs(raw: Any, dt: DType, pack: int) -> list[Any]:
+    """[..., pack] storage values -> one array per machine register."""
+    if dt.bits == 64:
+        return [raw[..., k].view(np.uint64) for k in range(pack)]
+    per = max(1, min(pack, 32 // max(dt.bits, 8)))
+    u: Any = {1: np.uint8, 2: np.uint16, 4: np.uint32}[dt.store.itemsize]
+    bits = raw.view(u).astype(np.uint32)
+    out = []
+    for k in range(0, pack, per):
+        r = np.zeros(raw.shape[:-1], np.uint32)
+        for j in range(per):
+            r |= bits[..., k + j] << np.uint32(j * dt.store.itemsize * 8)
+        out.append(r)
+    return out
+
+
+def _from_regs(regs: list[Any], dt: DType, pack: int) -> Any:
+    if dt.bits == 64:
+        return np.stack([r.astype(np.uint64).view(dt.store) for r in regs], -1)
+    per = max(1, min(pack, 32 // max(dt.bits, 8)))
+    u: Any = {1: np.uint8, 2: np.uint16, 4: np.uint32}[dt.store.itemsize]
+    cols = []
+    for k in range(pack):
+        r = regs[k // per].astype(np.uint32) >> np.uint32((k % per) * dt.store.itemsize * 8)
+        cols.append(r.astype(u).view(dt.store))
+    return np.stack(cols, -1)

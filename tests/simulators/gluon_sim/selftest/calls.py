@@ -1,0 +1,124 @@
+"""Calls of the test kernels with what they need; each raises AssertionError where the numbers are wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from triton._C.libtriton import gluon_ir, ir
+from triton.compiler.compiler import make_backend
+from triton.experimental.gluon import language as gl
+
+from .. import TARGETS, Options, Outcome, activate, run_mutants, simulate
+from ..machine import Stats
+from . import faults, kernels_blackwell, kernels_hopper, kernels_small
+from .box import Box
+
+
+def launch(
+    kernel: str, grid: Any, *args: Any, options: Options | None = None, **kwargs: Any
+) -> tuple[tuple[Any, ...], Stats]:
+    """Simulate a kernel of kernels_small.py; the arguments as they are afterwards, and what the launch did."""
+    given = [a.descriptor() if isinstance(a, Box) else a for a in args]
+    return args, simulate(getattr(kernels_small, kernel), grid, *given, options=options, **kwargs).stats
+
+
+def hosted(options: Options) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Ordinary host code under `activate`: input, output, programs."""
+    src, dst = torch.arange(200.0), torch.zeros(200)
+    with activate(options) as session:
+        kernels_small.add_one[(2,)](src, dst, 200, BLOCK=128, MASK=True, num_warps=4)
+    return src, dst, session.reports[0].stats.programs
+
+
+def configured() -> torch.Tensor:
+    """A tuple argument with a constant in it."""
+    dst = torch.zeros(128, dtype=torch.int32)
+    simulate(kernels_small.config_sum, (1,), dst, (7, gl.constexpr(3)))
+    return dst
+
+
+def packed(order: list[int]) -> torch.Tensor:
+    """packed_asm on numbers from 1 on, in a layout of this order."""
+    src, dst = torch.arange(1.0, 1025).reshape(256, 4), torch.zeros(256, 4)
+    simulate(kernels_small.packed_asm, (1,), src, dst, gl.BlockedLayout([2, 4], [32, 1], [4, 1], order))
+    return dst
+
+
+def spin(options: Options, alone: bool) -> Stats:
+    """Program 1 waits for program 0; alone: which does not run."""
+    programs = (lambda p: p[0] == 1) if alone else None
+    flag = torch.zeros(1, dtype=torch.int32)
+    return simulate(kernels_small.spin, (2,), flag, options=replace(options, programs=programs)).stats
+
+
+def _random(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).half()
+
+
+def gemm(options: Options, fault: str = "none") -> Stats:
+    """The warp-specialised GEMM of kernels_hopper.py; its ring of 2 slots is used 3 times."""
+    m, n, k = 128, 128, 384
+    a, b, c = _random(m, k, seed=0), _random(k, n, seed=1), torch.zeros(m, n).half()
+    boxes = Box(a, (128, 64)), Box(b, (64, 128)), Box(c, (128, 128))
+    descriptors = [box.descriptor() for box in boxes]
+    stats = simulate(kernels_hopper.ws_gemm, (1,), *descriptors, k, 2, faults.GEMM[fault], options=options).stats
+    assert (c.float() - a.float() @ b.float()).abs().max() < 0.1
+    return stats
+
+
+def attention(options: Options, fault: str = "none") -> Stats:
+    """The attention of kernels_blackwell.py; its ring of 3 slots takes 5 blocks of K and V."""
+    rows, keys, dim = 128, 300, 64
+    q, k, v = (_random(s, dim, seed=i) for i, s in enumerate((rows, keys, keys)))
+    out = torch.zeros(rows, dim).half()
+    boxes = Box(q, (128, dim)), Box(k, (64, dim)), Box(v, (64, dim)), Box(out, (128, dim))
+    descriptors, scale = [box.descriptor() for box in boxes], dim**-0.5
+    code = faults.ATTENTION[fault]
+    stats = simulate(
+        kernels_blackwell.attn_fwd, (1,), *descriptors, scale * math.log2(math.e), keys, 3, code, options=options
+    ).stats
+    expected = torch.softmax(q.float() @ k.float().T * scale, -1) @ v.float()
+    assert (out.float() - expected).abs().max() < 2e-3
+    return stats
+
+
+def product(options: Options) -> None:
+    """One product of kernels_blackwell.py."""
+    a, b, out = _random(128, 64, seed=0), _random(64, 64, seed=1), torch.full((128, 64), torch.nan)
+    boxes = Box(a, (128, 64)), Box(b, (64, 64))
+    simulate(kernels_blackwell.product, (1,), *[box.descriptor() for box in boxes], out, options=options)
+    assert (out - a.float() @ b.float()).abs().max() < 1e-3
+
+
+def named(options: Options) -> None:
+    """named_barrier of kernels_small.py, which is right."""
+    simulate(kernels_small.named_barrier, (1,), torch.zeros(128), True, options=options)
+
+
+def mutate(call: str, target: str, seeds: Iterable[int]) -> list[Outcome]:
+    """Mutation testing of a call of this file."""
+    return run_mutants(globals()[call], Options(target=target), seeds)
+
+
+def linear_layout(name: str, shape: tuple[int, ...]) -> str:
+    """A layout as Triton spells it out in bits."""
+    blocked = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
+    layouts = {
+        "wgmma": gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]),
+        "mma": gl.NVMMADistributedLayout([2, 0], [2, 2], [16, 8]),
+        "blocked": blocked,
+        "slice": gl.SliceLayout(1, blocked),
+    }
+    context = ir.context()
+    ir.load_dialects(context)
+    make_backend(TARGETS["sm_100"].gpu).load_dialects(context)
+    builder = gluon_ir.GluonOpBuilder(context)
+    builder.create_module()
+    bits = builder.to_linear_layout(layouts[name]._to_ir(builder), list(shape))
+    return (
+        f"#ttg.linear<{{register = {bits.reg_bases}, lane = {bits.lane_bases}, warp = {bits.warp_bases}, block = []}}>"
+    )

@@ -1,0 +1,30 @@
+"""The deliberate faults of the kernels, by name: values of their FAULT."""
+
+GEMM = {
+    "none": 0,
+    "consumer_no_wait": 1,
+    "producer_no_empty_wait": 2,
+    "wrong_phase": 3,
+    "release_before_wgmma_done": 4,
+    "no_store_fence": 5,
+    "expect_too_few_bytes": 6,
+    "no_release": 7,
+    "no_store_wait": 8,
+    "double_release": 9,
+    "expect_too_many_bytes": 10,
+}
+
+ATTENTION = {
+    "none": 0,
+    "softmax_no_wait_s": 1,
+    "mma_no_wait_p": 2,
+    "p_aliases_live_s": 3,
+    "final_no_wait_o": 4,
+    "load_no_wait_empty": 5,
+    "no_commit_o": 6,
+    "wrong_phase_p": 7,
+    "no_o_fence": 8,
+    "alpha_published_early": 9,
+    "no_commit_kv": 10,
+    "first_mma_accumulates": 11,
+}
