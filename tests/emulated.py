@@ -93,7 +93,7 @@ EDITS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]] = {
 }  # fmt: skip
 
 
-def _laid_out(t: torch.Tensor, layout: str, gap: int) -> torch.Tensor:
+def laid_out(t: torch.Tensor, layout: str, gap: int) -> torch.Tensor:
     """The same values with other strides; what lies between rows is NaN."""
     if layout == "bshd":
         return t.transpose(1, 2).contiguous().transpose(1, 2)
@@ -184,7 +184,7 @@ class Emulated:
         dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[job.dtype]
         q, k, v = make_qkv(*job.shape, dtype=dtype, seed=sum(job.shape))
         EDITS[job.data](q, k, v)
-        q, k, v = _laid_out(q, job.layout, 1), _laid_out(k, job.layout, 8), _laid_out(v, job.layout, 8)
+        q, k, v = laid_out(q, job.layout, 1), laid_out(k, job.layout, 8), laid_out(v, job.layout, 8)
         threshold = rules.pop("rescale_threshold", None)
         parsed = parse_options(q, **rules, **_features(job.feature, q, k))
         extras = NO_EXTRAS if parsed[0] is NO_EXTRAS else Extras(*(_aligned(t) for t in parsed[0]))
@@ -194,7 +194,7 @@ class Emulated:
             return {"refused": refused}
         launch = self.prepare(problem, job.row)
         q, k, v = (aligned(t) for t in (q, k, v))
-        out = aligned(_laid_out(torch.full(q.shape, torch.nan, dtype=dtype), job.layout, 1))
+        out = aligned(laid_out(torch.full(q.shape, torch.nan, dtype=dtype), job.layout, 1))
         lse = aligned(torch.full(q.shape[:3], torch.nan))
         given = self.fragments(v) if job.table == "FRAGMENTS" else v
         result = self.run(launch, q, k, given, out, lse, extras)

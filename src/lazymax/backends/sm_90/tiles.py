@@ -1,13 +1,50 @@
 """Hopper (H100, H200): the portable kernel's rows, chosen on an H200. The ledger is docs/notes/sm_90.md."""
 
 from .. import HALF, LARGEST_HEAD_DIM, Backend, Tile, When
+from .rows import HopperTile
 
 MEASURED = "H200, 2026-11-29, torch 2.11.0, Triton 3.6.0"
+
+ALTERNATIVES = (
+    HopperTile(
+        block_m=128, block_n=128, num_stages=2, query_registers=True, when=When(head_dims=(128,), dtypes=HALF),
+        reason="consumers in turns", provenance=f"{MEASURED}: 3 to 6% behind",
+    ),
+    HopperTile(
+        block_m=128, block_n=128, num_stages=2, when=When(head_dims=(128,), dtypes=HALF),
+        reason="Q in shared memory, in turns", provenance=f"{MEASURED}: 2 to 5% behind",
+    ),
+    HopperTile(
+        block_m=128, block_n=128, num_stages=4, query_registers=True, when=When(head_dims=(64,), dtypes=HALF),
+        reason="two consumers", provenance=f"{MEASURED}: 2% behind",
+    ),
+    HopperTile(
+        block_m=192, block_n=128, num_stages=4, max_registers=160, when=When(head_dims=(64,), dtypes=HALF),
+        reason="four slots", provenance=f"{MEASURED}: no difference",
+    ),
+)  # fmt: skip
 
 BACKEND = Backend(
     archs=("sm_90",),
     level="run on H200",
+    alternatives=ALTERNATIVES,
     forward=(
+        # The kernel of this folder.
+        HopperTile(
+            block_m=128, block_n=128, num_stages=2, query_registers=True, turns=False, tuned=True,
+            when=When(head_dims=(128,), dtypes=HALF, min_programs=0.7),
+            reason="two consumers of 64 rows with all of Q, S, P and O in registers, and a producer warp",
+            provenance=f"{MEASURED}: best of 3 at S=4096; 0.99 to 1.57 times as fast as the portable row from 0.7 "
+            "programs per multiprocessor on, 0.6 to 0.9 times below 0.5",
+        ),
+        HopperTile(
+            block_m=192, block_n=128, num_stages=2, max_registers=160, tuned=True,
+            when=When(head_dims=(64,), dtypes=HALF, min_programs=4.0, min_keys=3072),
+            reason="three consumers in turns: with the exponentials of one under the products of another",
+            provenance=f"{MEASURED}: best of 4 at S=4096; 1.11 to 1.20 times as fast as the portable row at S=4096 and "
+            "16384, but 0.87 to 1.07 times at 512 and 1024 and 0.9 to 1.0 times with fewer than 2 programs",
+        ),
+        # The portable kernel.
         Tile(
             block_m=128, block_n=128, num_warps=8, num_stages=2, max_registers=128, descriptors=True,
             when=When(max_head_dim=64, dtypes=HALF, window=False, plain=True, min_programs=2.0),

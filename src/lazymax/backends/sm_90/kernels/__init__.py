@@ -1,0 +1,1 @@
+"""Device code for Hopper's warpgroup products, in Gluon."""

@@ -1,0 +1,6 @@
+"""Copies of tiles by TMA, under one name: Triton 3.6 and 3.9 share none."""
+
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global

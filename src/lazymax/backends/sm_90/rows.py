@@ -1,0 +1,77 @@
+"""What a row of this backend says, for the kernel on Hopper's warpgroup products. Pure Python."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ...arch import Arch
+from ...problem import Problem
+from .. import HALF, Tile
+
+if TYPE_CHECKING:
+    from ...dispatch import Plan
+
+HEAD_DIMS = (64, 128)  # D, which is D_v too
+MAX_ROW_BLOCKS = 2**16  # a tile of the schedule is row block + 2**16 * (batch * q_heads + head), in 31 bits
+MAX_HEADS = 2**15 - 1
+MAX_TILES = 2**20  # the host makes the schedule, once for a problem: half a second for so many
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HopperTile(Tile):
+    """A row of `forward.py`. block_m is 64 rows for each consumer warpgroup. num_stages: slots of the ring of K and V,
+    a power of two. num_warps: of one warpgroup, not a choice."""
+
+    num_warps: int = 4
+    num_stages: int = 2
+    max_registers: int | None = 240  # of a thread of a consumer; 160 for three consumers
+    descriptors: bool = True
+    turns: bool = True  # consumers take turns in issuing their products
+    query_registers: bool = False  # Q in registers, not in shared memory; below Triton 3.7, see launch.keeps_queries
+
+    @property
+    def warpgroups(self) -> int:
+        """Consumers."""
+        return self.block_m // 64
+
+    @property
+    def name(self) -> str:
+        words = {"q": self.query_registers, "turns": self.turns}
+        said = [f"{self.block_m}x{self.block_n}", f"s{self.num_stages}", *(word for word, on in words.items() if on)]
+        return "-".join(("ws", *said))
+
+    def describe(self, rescale: str) -> str:
+        return (
+            f"{self.block_m} queries x {self.block_n} keys, {self.warpgroups} consumer warpgroups"
+            f"{' in turns' if self.turns else ''} and a producer warp, {self.num_stages} slots of K and V, "
+            f"Q in {'registers' if self.query_registers else 'shared memory'}, rescale only where a row needs it"
+        )
+
+    def refusal(self, problem: Problem, arch: Arch) -> str | None:
+        p = problem
+        if not p.plain or p.ragged:
+            return "for a band and a length alone: no mask, softcap, ALiBi, sinks, mods, dropout or ragged lengths"
+        if p.dtype not in HALF:
+            return f"for {' and '.join(HALF)}, got {p.dtype}"
+        if p.head_dim not in HEAD_DIMS or p.v_head_dim != p.head_dim:
+            given = f"{p.head_dim}" + (f", {p.v_head_dim} of v" if p.v_head_dim != p.head_dim else "")
+            return f"for head dims {' and '.join(map(str, HEAD_DIMS))}, got {given}"
+        if arch.matrix_unit != "wgmma" or not arch.descriptors:
+            return f"needs warpgroup products and tensor descriptors, {arch.id} has not both"
+        if p.descriptor_refusal:
+            return f"needs tensor descriptors: {p.descriptor_refusal}"
+        return self._too_large(p) or self.when.refusal(p, arch, self.block_m)
+
+    def _too_large(self, p: Problem) -> str | None:
+        row_blocks, heads = -(-p.q_len // self.block_m), p.batch * p.q_heads
+        if row_blocks > MAX_ROW_BLOCKS:
+            return f"takes {MAX_ROW_BLOCKS * self.block_m} queries at most, got {p.q_len}"
+        if heads > MAX_HEADS:
+            return f"takes {MAX_HEADS} query heads in a batch at most, got {heads}"
+        if row_blocks * heads > MAX_TILES:
+            return f"takes {MAX_TILES} tiles of {self.block_m} queries at most, got {row_blocks * heads}"
+        return None
+
+    def prepare(self, problem: Problem, plan: "Plan") -> Any:
+        from .launch import HopperLaunch
+
+        return HopperLaunch.of_forward(problem, self)

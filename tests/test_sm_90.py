@@ -1,0 +1,78 @@
+"""The kernel of sm_90: every row on a Hopper GPU, if there is one, against float64."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from emulated import EDITS, laid_out
+
+from lazymax import arch as arches
+from lazymax.backends import registry
+from lazymax.backends.sm_90.rows import HopperTile
+from lazymax.dispatch import plan
+from lazymax.problem import Problem
+from lazymax.testing import check_attention, make_qkv
+
+TABLE = registry()["sm_90"]
+ROWS = [row for row in (*TABLE.forward, *TABLE.alternatives) if isinstance(row, HopperTile)]
+CAUSAL = {"causal": "bottom_right"}
+Call = tuple[tuple[int, ...], dict[str, Any], str, str]
+# (batch, query heads, key heads, queries, keys), rules, what the inputs hold, layout
+CALLS: tuple[Call, ...] = (
+    ((1, 4, 1, 70, 150), CAUSAL, "normal", "bhsd"),
+    ((2, 8, 2, 1000, 1000), {"causal": "top_left"}, "normal", "bshd"),
+    ((1, 2, 2, 33, 64), {}, "normal", "padded"),
+    ((4, 40, 8, 517, 517), {}, "normal", "bhsd"),  # several tiles for every CTA
+    ((4, 40, 8, 517, 901), CAUSAL, "rising", "bhsd"),
+    ((1, 6, 2, 450, 777), {"window": (60, 5), "window_align": "bottom_right", "scale": -0.2}, "rising", "bshd"),
+    ((1, 4, 1, 500, 900), CAUSAL | {"window": (300, None)}, "large", "bhsd"),
+    ((1, 4, 1, 900, 500), CAUSAL, "normal", "bhsd"),  # rows and tiles without keys
+    ((2, 4, 2, 1, 65), CAUSAL, "normal", "bhsd"),
+    ((1, 4, 1, 1, 1), CAUSAL, "normal", "bhsd"),
+    ((1, 7, 1, 300, 300), {"causal": "top_left"}, "large", "bhsd"),
+    ((1, 2, 1, 400, 400), {"window": (None, 40), "scale": 0.0}, "normal", "bhsd"),
+    ((1, 4, 1, 200, 370), CAUSAL, "huge", "bhsd"),
+    ((1, 4, 1, 237, 297), CAUSAL, "hidden", "bhsd"),
+    ((1, 4, 1, 237, 297), CAUSAL, "visible", "bhsd"),
+    ((3, 2, 1, 265, 257), CAUSAL | {"rescale_threshold": 0.0}, "rising", "bhsd"),
+)
+
+
+def run(row: HopperTile, call: Call, dim: int, dtype: torch.dtype, device: str) -> tuple[bool, str]:
+    shape, rules, data, layout = call
+    rules = dict(rules)
+    threshold = rules.pop("rescale_threshold", None)
+    q, k, v = make_qkv(*shape, dim, dtype=dtype, seed=sum(shape))
+    EDITS[data](q, k, v)
+    q, k, v = (laid_out(t, layout, 8).to(device) for t in (q, k, v))
+    problem = Problem.from_call(q, k, v, return_lse=True, rescale_threshold=threshold, **rules)
+    arch = arches.of(q.device)
+    if row.refusal(problem, arch):
+        row = replace(row, when=type(row.when)(head_dims=row.when.head_dims))  # size is a matter of speed
+    assert row.refusal(problem, arch) is None, row.refusal(problem, arch)
+    out = torch.full_like(q, torch.nan)
+    lse = torch.full(q.shape[:3], torch.nan, device=device)
+    launch = row.prepare(problem, replace(plan(problem, arch), tile=row))
+    for _ in range(2):  # the second call launches the binary directly
+        launch(q, k, v, out, lse)
+    first = out.clone()
+    launch(q, k, v, out, lse)
+    if not torch.equal(first.view(torch.int16), out.view(torch.int16)):
+        return False, "not the same bits again"
+    budgets = check_attention(out, lse, q, k, v, problem)
+    return all(b.ok for b in budgets), "; ".join(map(str, budgets))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_rows_on_the_gpu(row: HopperTile, dtype: torch.dtype, device: str) -> None:
+    if device != "cuda" or arches.of(torch.device(device)).id != "sm_90":
+        pytest.skip(f"needs an H100 or H200: this is {arches.of(torch.device(device)).id}")
+    wrong = []
+    for call in CALLS:
+        for dim in row.when.head_dims or ():
+            ok, why = run(row, call, dim, dtype, device)
+            if not ok:
+                wrong.append(f"{call} {dim}: {why}")
+    assert not wrong, "\n".join(wrong)
