@@ -1,11 +1,14 @@
-"""The kernel of sm_90: every row on a Hopper GPU, if there is one, against float64."""
+"""The kernel of sm_90 against float64: every row on a Hopper GPU, if there is one, and in the Gluon simulator, under
+adversarial schedules; what ptxas says of every row."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from emulated import EDITS, laid_out
+from simulators.gluon_sim import Worker
 
 from lazymax import arch as arches
 from lazymax.backends import registry
@@ -76,3 +79,48 @@ def test_rows_on_the_gpu(row: HopperTile, dtype: torch.dtype, device: str) -> No
             if not ok:
                 wrong.append(f"{call} {dim}: {why}")
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.fixture(scope="session")
+def sim() -> Iterator[Worker]:
+    with Worker() as worker:
+        yield worker
+
+
+BANDS: tuple[dict[str, Any], ...] = ({}, {"causal": "top_left"}, {"causal": "top_left", "window": (512, None)})
+
+
+@pytest.mark.parametrize("index", range(len(ROWS)), ids=[row.name for row in ROWS])
+def test_rows_in_the_simulator(index: int, sim: Worker) -> None:
+    """Ten schedules for the rows that dispatch takes, three for the others."""
+    dim = (ROWS[index].when.head_dims or (64,))[0]
+    of = list(range(10 if ROWS[index] in TABLE.forward else 3))
+    wrong = sim.call("simulated:seeds", index, dim, "bf16", of[::2])
+    wrong += sim.call("simulated:seeds", index, dim, "fp16", of[1::2])
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("index", range(len(ROWS)), ids=[row.name for row in ROWS])
+def test_ptxas_has_nothing_to_say(index: int, sim: Worker) -> None:
+    """One advisory C75xx serialises every product of the kernel, and the time doubles."""
+    row = ROWS[index]
+    for rules in BANDS if row.tuned else BANDS[1:2]:
+        report = sim.call("simulated:assembled", index, (row.when.head_dims or (64,))[0], "bf16", rules)
+        assert not report["advisories"] and report["wgmma"] > 0, f"{rules}: {report}"
+        assert not (row.tuned and report["spills"]), f"{rules}: {report}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", range(len(ROWS)), ids=[row.name for row in ROWS])
+def test_many_schedules(index: int, sim: Worker) -> None:
+    dim = (ROWS[index].when.head_dims or (64,))[0]
+    for dtype in ("bf16", "fp16"):
+        wrong = sim.call("simulated:seeds", index, dim, dtype, list(range(25)))
+        assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", [i for i, row in enumerate(ROWS) if row in TABLE.forward])
+def test_a_dropped_synchronisation_is_found(index: int, sim: Worker) -> None:
+    count, survived = sim.call("simulated:mutants", index, (ROWS[index].when.head_dims or (64,))[0], list(range(4)))
+    assert count > 40 and len(survived) <= 0.05 * count, f"{len(survived)} of {count}: {survived}"

@@ -1,0 +1,109 @@
+"""The kernel of sm_90 in the Gluon simulator and through ptxas; runs in a `gluon_sim.Worker`, where Triton compiles."""
+
+import re
+import subprocess
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from emulated import EDITS, laid_out
+from simulators.gluon_sim import Options, activate, run_mutants
+
+from lazymax import arch as arches
+from lazymax.backends import registry
+from lazymax.backends.sm_90.rows import HopperTile
+from lazymax.compiling import compile_plan
+from lazymax.dispatch import plan
+from lazymax.problem import Problem, output_strides
+from lazymax.testing import check_attention, make_qkv
+
+ARCH = arches.by_name("sm_90")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+CAUSAL = {"causal": "bottom_right"}
+# (batch, query heads, key heads, queries, keys), rules, what the inputs hold, layout. Some tiles of many blocks and
+# some of few, several for every CTA: each ring goes round more than twice.
+CALLS: tuple[tuple[tuple[int, ...], dict[str, Any], str, str], ...] = (
+    ((1, 4, 2, 390, 700), CAUSAL, "normal", "bhsd"),
+    ((2, 2, 1, 300, 150), CAUSAL, "normal", "bhsd"),  # rows without keys, whole tiles too
+    ((1, 3, 1, 390, 500), {}, "rising", "bshd"),
+    ((1, 2, 1, 250, 600), {"window": (200, 30), "window_align": "bottom_right", "scale": -0.2}, "rising", "padded"),
+    ((1, 2, 1, 400, 700), CAUSAL | {"window": (130, None)}, "large", "bhsd"),
+    ((1, 2, 2, 129, 129), {"causal": "top_left", "scale": 0.0}, "normal", "bhsd"),
+    ((1, 2, 1, 260, 520), {"causal": "top_left", "rescale_threshold": 0.0}, "rising", "bhsd"),
+    ((1, 2, 1, 140, 300), CAUSAL, "huge", "bhsd"),
+    ((1, 2, 1, 140, 200), {"causal": "top_left"}, "hidden", "bshd"),
+    ((1, 2, 1, 140, 200), {}, "visible", "bhsd"),
+)
+
+
+def rows() -> list[HopperTile]:
+    table = registry()["sm_90"]
+    return [row for row in (*table.forward, *table.alternatives) if isinstance(row, HopperTile)]
+
+
+def simulate(index: int, which: int, dim: int, dtype: str, options: Options) -> tuple[bool, str]:
+    """One call on few CTAs under the schedule of a seed, beside float64."""
+    shape, rules, data, layout = CALLS[which]
+    rules = dict(rules)
+    threshold = rules.pop("rescale_threshold", None)
+    q, k, v = make_qkv(*shape, dim, dtype=DTYPES[dtype], seed=options.seed)
+    EDITS[data](q, k, v)
+    q, k, v = (laid_out(t, layout, 8) for t in (q, k, v))
+    problem = Problem.from_call(q, k, v, return_lse=True, rescale_threshold=threshold, **rules)
+    launch = rows()[index].prepare(problem, None)  # type: ignore[arg-type]
+    launch.ctas = (2, 3, 1)[options.seed % 3]
+    out = torch.empty_strided(q.shape, output_strides(q, dim), dtype=q.dtype).fill_(torch.nan)
+    lse = torch.full(q.shape[:3], torch.nan)
+    with activate(options):
+        launch(q, k, v, out, lse)
+    budgets = check_attention(out, lse, q, k, v, problem)
+    return all(b.ok for b in budgets), "; ".join(map(str, budgets))
+
+
+def seeds(index: int, dim: int, dtype: str, of: list[int]) -> list[str]:
+    """What went wrong, one call after the other."""
+    wrong = []
+    for seed in of:
+        which = seed % len(CALLS)
+        try:
+            ok, why = simulate(index, which, dim, dtype, Options(target="sm_90", seed=seed))
+        except Exception as error:
+            ok, why = False, f"{type(error).__name__}: {error}"
+        if not ok:
+            wrong.append(f"seed {seed} {CALLS[which]}: {why}")
+    return wrong
+
+
+def mutants(index: int, dim: int, of: list[int]) -> tuple[int, list[str]]:
+    """(how many, what survived): every synchronisation of the kernel dropped or weakened once."""
+
+    def launch(options: Options) -> None:
+        for which in (0, 1):
+            ok, why = simulate(index, which, dim, "bf16", options)
+            assert ok, why
+
+    outcomes = run_mutants(launch, Options(target="sm_90", insert_fences=False), of)
+    return len(outcomes), [str(outcome.mutant) for outcome in outcomes if not outcome.killed]
+
+
+def assembled(index: int, dim: int, dtype: str, rules: dict[str, Any]) -> dict[str, Any]:
+    """Compile, and what ptxas says: registers, bytes of spills, advisories that serialise every product ("C75")."""
+    row = rows()[index]
+    problem = Problem.from_shape((4, 32, 8, 4096, 4096, dim), dtype, return_lse=True, **rules)
+    kernel = compile_plan(problem, replace(plan(problem, ARCH), tile=row), ARCH)
+    old = tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 8)
+    knobs = triton.knobs.nvidia
+    tool = [knobs.ptxas.path] if old else [knobs.ptxas_blackwell.path, "--regAllocOptLevel=2"]  # as Triton calls it
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(kernel.asm["ptx"])
+        command = [*tool, "-lineinfo", "-v", "--gpu-name=sm_90a", str(source), "-o", str(source.with_suffix(".o"))]
+        said = subprocess.run(command, capture_output=True, text=True, check=True)
+    text = said.stdout + said.stderr
+    spills = [int(a) + int(b) for a, b in re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text)]
+    advisories = [line for line in text.splitlines() if "C75" in line]
+    assert spills, text
+    return {"spills": sum(spills), "advisories": advisories, "wgmma": kernel.asm["ptx"].count("wgmma.mma_async")}
