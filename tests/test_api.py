@@ -770,7 +770,9 @@ def test_explain_says_why_the_reference_runs(case: Route, device: str) -> None:
 
 
 def test_explain_says_that_float64_is_the_references(device: str) -> None:
-    explanation = lazymax.explain(*(t.double().to(device) for t in (Q, K, V)), attn_mask=mask(5, 7), show=False)
+    explanation = lazymax.explain(
+        *(t.double().to(device) for t in (Q, K, V)), attn_mask=mask(5, 7).to(device), show=False
+    )
     assert explanation.plan.route == "reference" and "float64 goes to the reference" in str(explanation)
 
 

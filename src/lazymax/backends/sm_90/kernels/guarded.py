@@ -3,7 +3,7 @@
 The fused exponent is off when scores are huge, and a value of weight 0 still turns NaN or inf into NaN. Both show in
 the result; then this takes over, as in `kernels/forward.py`: the difference to the pivot is taken first, and values
 that are not finite are counted apart. It works from memory with the products of single warps, without shared memory
-and barriers, and sweeps all keys once for every 32 columns of O: the fast path must not pay registers for it.
+and barriers, and sweeps all keys once for every 16 columns of O: the fast path must not pay registers for it.
 """
 
 from triton.experimental import gluon
