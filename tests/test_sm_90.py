@@ -90,17 +90,21 @@ def sim() -> Iterator[Worker]:
 BANDS: tuple[dict[str, Any], ...] = ({}, {"causal": "top_left"}, {"causal": "top_left", "window": (512, None)})
 
 
-@pytest.mark.parametrize("index", range(len(ROWS)), ids=[row.name for row in ROWS])
+INDICES = [
+    pytest.param(i, id=row.name, marks=() if row in TABLE.forward else pytest.mark.slow) for i, row in enumerate(ROWS)
+]  # those that dispatch takes, by default
+
+
+@pytest.mark.parametrize("index", INDICES)
 def test_rows_in_the_simulator(index: int, sim: Worker) -> None:
-    """Ten schedules for the rows that dispatch takes, three for the others."""
     dim = (ROWS[index].when.head_dims or (64,))[0]
-    of = list(range(10 if ROWS[index] in TABLE.forward else 3))
+    of = list(range(10))
     wrong = sim.call("simulated:seeds", index, dim, "bf16", of[::2])
     wrong += sim.call("simulated:seeds", index, dim, "fp16", of[1::2])
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("index", range(len(ROWS)), ids=[row.name for row in ROWS])
+@pytest.mark.parametrize("index", INDICES)
 def test_ptxas_has_nothing_to_say(index: int, sim: Worker) -> None:
     """One advisory C75xx serialises every product of the kernel, and the time doubles."""
     row = ROWS[index]

@@ -189,7 +189,14 @@ def report(
 
 
 HEAD_DIMS = (64, 128, 256)
-ODD_HEAD_DIMS = ((80, 80), (160, 160), (192, 128), (576, 512))  # split ones, and those with rows of their own
+ODD_HEAD_DIMS = (
+    (80, 80),
+    (96, 96),
+    (104, 104),
+    (160, 160),
+    (192, 128),
+    (576, 512),
+)  # split ones, and those with rows of their own
 BANDS: tuple[dict[str, Any], ...] = ({}, {"causal": "top_left"}, {"causal": "top_left", "window": (512, None)})
 
 
@@ -211,7 +218,7 @@ def problems(backend: Backend, dtypes: tuple[str, ...]) -> Iterator[Problem]:
         named = {dim for when in conditions for dim in when.head_dims or ()} - set(HEAD_DIMS)
         own = [(dim, dim, rules) for dim in sorted(named) for rules in BANDS]
         for head_dim, v_head_dim, rules in (*plain, *odd, *modified, *own):
-            for batch, heads, length in ((4, 32, 4096), (1, 16, 1024), (1, 2, 256)):
+            for batch, heads, length in ((4, 32, 4096), (16, 32, 1024), (1, 16, 1024), (1, 2, 256)):
                 shape = (batch, heads, heads, length, length, head_dim, v_head_dim)
                 problem = Problem.from_shape(shape, dtype, return_lse=True, **rules)
                 yield problem
