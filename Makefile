@@ -22,7 +22,7 @@ test-floor: $(VENV)/.ready
 	$(VENV)/bin/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
 
 # What a Triton version can change: the device code, and what every row compiles to.
-NEWEST_TESTS := $(addprefix tests/test_,compiling.py compiling_features.py tritons.py softmax.py products.py memory.py scores.py sequences.py gfx1151.py gfx1151_emulator.py gfx1151_price.py gluon_sim.py sm_90.py)
+NEWEST_TESTS := $(addprefix tests/test_,compiling.py compiling_features.py tritons.py softmax.py products.py memory.py scores.py sequences.py gfx1151.py gfx1151_price.py sm_90.py)
 test-newest: $(VENV_NEWEST)/.ready
 	$(VENV_NEWEST)/bin/python -m pytest -n $(JOBS) $(NEWEST_TESTS) $(PYTEST_ARGS)
 
