@@ -128,3 +128,19 @@ def test_many_schedules(index: int, sim: Worker) -> None:
 def test_a_dropped_synchronisation_is_found(index: int, sim: Worker) -> None:
     count, survived = sim.call("simulated:mutants", index, (ROWS[index].when.head_dims or (64,))[0], list(range(4)))
     assert count > 40 and len(survived) <= 0.05 * count, f"{len(survived)} of {count}: {survived}"
+
+
+def test_descriptors_follow_the_tensors_of_a_call() -> None:
+    problem = Problem.from_shape((1, 4, 2, 256, 256, 128), "bf16")
+    launch = next(row for row in ROWS if row.when.head_dims == (128,)).prepare(problem, None)  # type: ignore[arg-type]
+    calls = []
+    for _ in range(2):
+        q, k, v = make_qkv(1, 4, 2, 256, 256, 128, dtype=torch.bfloat16)
+        out, lse = torch.empty_like(q), torch.empty(0)
+        arguments = launch.arguments(q, k, v, out, lse)
+        assert [view.ptr is t for view, t in zip(arguments[:4], (q, k, v, out), strict=True)] == [True] * 4
+        assert [tile.base is t for tile, t in zip(arguments[5:9], (q, k, v, out), strict=True)] == [True] * 4
+        calls.append(arguments)
+    for first, second in zip(calls[0][5:9], calls[1][5:9], strict=True):
+        assert first is not second and first.base is not second.base
+        assert (first.shape, first.strides, first.block_shape) == (second.shape, second.strides, second.block_shape)

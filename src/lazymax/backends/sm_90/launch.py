@@ -87,6 +87,15 @@ def describe(t: torch.Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(t, list(t.shape), [*strides, 1], [1, 1, rows, dim], _shared_layout(dim))
 
 
+def rebased(descriptor: TensorDescriptor, t: torch.Tensor) -> TensorDescriptor:
+    """The same of another tensor of that shape, strides and alignment, past the checks of the constructor: 0.4 us
+    instead of 3.6. A new object, for calls may come from several threads."""
+    copy = object.__new__(TensorDescriptor)
+    copy.__dict__.update(descriptor.__dict__)
+    copy.base = t
+    return copy
+
+
 @functools.cache
 def _shared_layout(dim: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(min(128, 2 * dim), 16, rank=4)
@@ -104,6 +113,7 @@ class HopperLaunch:
     ctas: int | None = None  # at most, side by side; None: one for each multiprocessor
     table: torch.Tensor | None = None  # see `schedule`
     strides: tuple[tuple[int, ...], ...] | None = None  # of the views of q, k, v, out
+    descriptors: tuple[TensorDescriptor, ...] | None = None  # of the first call's tensors
     binary: Callable[..., None] | None = None
 
     @classmethod
@@ -157,8 +167,10 @@ class HopperLaunch:
         if self.strides is None:
             self.strides = tuple(view_strides(t) for t in tensors)
         views = (View(t, *steps) for t, steps in zip(tensors, self.strides, strict=True))
-        keys = self.tile.block_n
-        tiles = (describe(t, rows) for t, rows in zip(tensors, (64, keys, keys, 64), strict=True))
+        if self.descriptors is None:
+            keys = self.tile.block_n
+            self.descriptors = tuple(describe(t, n) for t, n in zip(tensors, (64, keys, keys, 64), strict=True))
+        tiles = (rebased(descriptor, t) for descriptor, t in zip(self.descriptors, tensors, strict=True))
         scale_log2 = max(abs(p.scale) * LOG2E, TINY_SCALE)
         band = (p.first_offset or 0, p.last_offset or 0)
         return (
