@@ -58,6 +58,21 @@ def is_build_failure(error: Exception) -> bool:
     return isinstance(error, OutOfResources | PTXASError | CompilationError) or "PassManager" in str(error)
 
 
+def positive_scale(problem: Problem) -> float:
+    """|scale| * log2(e), which the kernels multiply raw scores with; never 0."""
+    return max(abs(problem.scale) * LOG2E, TINY_SCALE)
+
+
+def start(launch: Any, arguments: tuple[Any, ...]) -> None:
+    """Launch a kernel: the first time through Triton's JIT, then the binary that it made (the interpreter and the
+    simulators make none)."""
+    if launch.binary is not None:
+        launch.binary(*arguments)
+        return
+    built = launch.kernel[launch.grid](*arguments, **launch.options)
+    launch.binary = built[launch.grid] if built is not None else None
+
+
 def constant(value: Any) -> Any:
     """A field of `Config` as the kernel takes it: functions as they are, tuples element by element."""
     if isinstance(value, tuple):
@@ -146,7 +161,7 @@ class ForwardLaunch:
             MASK_MOD=mask_mod and mask_mod.function,
             LISTED=plan.listed,
         )
-        scale_log2 = LOG2E if p.modified else max(abs(p.scale) * LOG2E, TINY_SCALE)
+        scale_log2 = LOG2E if p.modified else positive_scale(p)
         q_len, kv_len = p.packed or (p.q_len, p.kv_len)
         scalars = (scale_log2, p.rescale_threshold, q_len, kv_len, first or 0, last or 0, q_len)
         # Triton's default for fusion flips in 3.10; softmax.exponent wants it.
@@ -262,11 +277,8 @@ class ForwardLaunch:
     ) -> None:
         if self.problem.batch > MAX_GRID and not self.problem.packed:
             self._in_slices(q, k, v, out, lse, extras)
-        elif self.binary is not None:
-            self.binary(*self.arguments(q, k, v, out, lse, extras))
         else:
-            kernel = attention_forward[self.grid](*self.arguments(q, k, v, out, lse, extras), **self.options)
-            self.binary = kernel[self.grid] if kernel is not None else None  # the interpreter has none
+            start(self, self.arguments(q, k, v, out, lse, extras))
 
     def _in_slices(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, extras: Extras

@@ -9,7 +9,7 @@ import torch
 
 from ...compat.gluon import wmma_layout
 from ...extras import NO_EXTRAS, Extras
-from ...kernels.launch import LOG2E, TINY_SCALE, constant, view_strides
+from ...kernels.launch import constant, positive_scale, start, view_strides
 from ...kernels.memory import View
 from ...problem import Problem
 from .kernels.forward import HALF_UNIT, MEAN_CUT, Config, attention_forward
@@ -39,6 +39,7 @@ class WmmaLaunch:
     grid: tuple[int, int, int]
     config: Any
     options: dict[str, Any]
+    strides: tuple[tuple[int, ...], ...] | None = None  # of the views of q, k, v, out
     binary: Callable[..., None] | None = None
 
     @classmethod
@@ -93,13 +94,12 @@ class WmmaLaunch:
         """Positional arguments of the kernel. v in fragment order: (B, Hkv, blocks of 16 keys, 16, D), as
         `fragments.to_fragments` returns it."""
         p = self.problem
-        strides = [view_strides(t) for t in (q, k, v, out)]
-        if v.dim() == 5:
-            strides[2] = (*v.stride()[:2], p.head_dim)
-        views = (View(t, *steps) for t, steps in zip((q, k, v, out), strides, strict=True))
-        scale_log2 = max(abs(p.scale) * LOG2E, TINY_SCALE)
+        if self.strides is None:
+            of_v = (*v.stride()[:2], p.head_dim) if v.dim() == 5 else view_strides(v)
+            self.strides = view_strides(q), view_strides(k), of_v, view_strides(out)
+        views = (View(t, *steps) for t, steps in zip((q, k, v, out), self.strides, strict=True))
         band = (p.first_offset or 0, p.last_offset or 0)
-        return (*views, lse, scale_log2, p.rescale_threshold, p.q_len, p.kv_len, *band, self.config)
+        return (*views, lse, positive_scale(p), p.rescale_threshold, p.q_len, p.kv_len, *band, self.config)
 
     def __call__(
         self,
@@ -110,11 +110,7 @@ class WmmaLaunch:
         lse: torch.Tensor,
         extras: Extras = NO_EXTRAS,
     ) -> None:
-        arguments = self.arguments(q, k, v, out, lse)
-        if self.binary is None:
-            self.binary = self.kernel[self.grid](*arguments, **self.options)[self.grid]
-        else:
-            self.binary(*arguments)
+        start(self, self.arguments(q, k, v, out, lse))
 
 
 def _options(waves: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ...arch import by_name
 from ...compat.tritons import release
 from ...extras import NO_EXTRAS, Extras
-from ...kernels.launch import LOG2E, TINY_SCALE, constant, view_strides
+from ...kernels.launch import constant, positive_scale, start, view_strides
 from ...kernels.memory import View
 from ...problem import Problem
 from .kernels.forward import Config, attention_forward
@@ -171,11 +171,10 @@ class HopperLaunch:
             keys = self.tile.block_n
             self.descriptors = tuple(describe(t, n) for t, n in zip(tensors, (64, keys, keys, 64), strict=True))
         tiles = (rebased(descriptor, t) for descriptor, t in zip(self.descriptors, tensors, strict=True))
-        scale_log2 = max(abs(p.scale) * LOG2E, TINY_SCALE)
         band = (p.first_offset or 0, p.last_offset or 0)
         return (
-            *views, lse, *tiles, self.table, self.table.shape[0], scale_log2, p.rescale_threshold, p.q_len, p.kv_len,
-            *band, p.q_heads, p.group, self.config,
+            *views, lse, *tiles, self.table, self.table.shape[0], positive_scale(p), p.rescale_threshold, p.q_len,
+            p.kv_len, *band, p.q_heads, p.group, self.config,
         )  # fmt: skip
 
     def __call__(
@@ -187,9 +186,4 @@ class HopperLaunch:
         lse: torch.Tensor,
         extras: Extras = NO_EXTRAS,
     ) -> None:
-        arguments = self.arguments(q, k, v, out, lse)
-        if self.binary is None:
-            built = self.kernel[self.grid](*arguments, **self.options)
-            self.binary = built[self.grid] if built is not None else None  # a simulator has none
-        else:
-            self.binary(*arguments)
+        start(self, self.arguments(q, k, v, out, lse))
