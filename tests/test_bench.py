@@ -33,7 +33,7 @@ from lazymax.bench.peers import (
     refusals,
     sdpa,
 )
-from lazymax.bench.rows import ALL, others, row_of
+from lazymax.bench.rows import ALL, others, portable, row_of
 from lazymax.cli import main
 from lazymax.compat import tritons
 from lazymax.console import parse_band, parse_shape
@@ -89,6 +89,8 @@ def test_suites():
         for case in suite:
             assert case.suite == name
             assert case.problem(torch.bfloat16).flops > 0
+    for case in SUITES["short"]:  # at most two tiles for a processor
+        assert case.shape[0] * case.shape[1] * -(-case.shape[3] // 128) <= 2 * 132
     assert any(case.shape[3] % 64 for case in SUITES["prefill"])
     assert any(case.shape[4] == 77 for case in SUITES["diffusion"])
 
@@ -555,6 +557,23 @@ def test_a_row_starts_from_nan_when_it_is_judged_only(monkeypatch):
     outs = [ready.run() for _ in range(3)]
     assert seen == [True, False, False]  # a fill in the calls that are timed would be time
     assert len({out.data_ptr() for out in outs}) == 3
+
+
+@pytest.mark.parametrize("name", ["sm_90", "gfx1151"])
+def test_the_portable_row_has_one_name(name):
+    arch = arches.by_name(name)
+    problem = Problem.from_shape((1, 16, 16, 4096, 4096, 128), torch.bfloat16)
+    planned = plan(problem, arch)
+    assert planned.backend == name
+    found = portable(problem, arch, planned, planned)
+    assert list(found) == ["lazymax:portable"]
+    assert (
+        found["lazymax:portable"]
+        == others(problem, arch, planned, planned)[f"lazymax:portable:{plan(problem, arch, 'portable').tile.name}"]
+    )
+    own = plan(problem, arch, "portable")
+    assert portable(problem, arch, own, own) == {}  # it is lazymax itself
+    assert portable(problem, arch, planned, own) == {}  # and where it took over
 
 
 def row(candidate, speed, ms=1.0, plan=""):

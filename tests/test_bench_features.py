@@ -133,7 +133,7 @@ def test_pairs_of_random_masks_are_counted(name):
 def test_every_case_passes_its_check(plain_cpu):
     cases = suite(torch.bfloat16)
     for feature in SMALL.values():
-        prepared = cases.prepare(feature, flex=False)
+        prepared = cases.prepare(feature)
         verdict = prepared.examined.verdicts[LAZYMAX]
         assert verdict.status == OK and prepared.ready and prepared.flops > 0, (feature.name, verdict)
 
@@ -142,7 +142,7 @@ def test_every_case_passes_its_check(plain_cpu):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's turn; a GPU runs the suite itself")
 @pytest.mark.parametrize("name", [name for name in SMALL if name.startswith("D=128") and "_mod" in name])
 def test_the_modifications_are_their_torch_forms(name):
-    prepared = suite(torch.float16).prepare(SMALL[name], flex=False)
+    prepared = suite(torch.float16).prepare(SMALL[name])
     assert prepared.plan.startswith("triton:portable") and prepared.examined.verdicts[LAZYMAX].status == OK
 
 
@@ -194,7 +194,7 @@ def test_a_case_is_timed_beside_its_base(plain_cpu):
     q_bytes = 4 * BATCH * 4 * LENGTH * 64
     assert mask.bytes == 4 * q_bytes + BATCH * LENGTH
     # what lazymax was compared with is left out where it cannot run, and does not stop the case
-    own, flex, inside = suite(flex=True).measure(SMALL["D=64 causal, S=40, 4 documents, mask_mod"])
+    own, flex, inside = suite(peers=peers).measure(SMALL["D=64 causal, S=40, 4 documents, mask_mod"])
     assert own.status == OK and own.cost > 0 and flex.status == inside.status == LEFT_OUT
     assert "flex left out: compiled for GPUs only" in report.case_line([own, flex, inside])
 
@@ -203,7 +203,7 @@ def test_the_values_of_packed_rows_are_compared_with_those_of_the_base(plain_cpu
     (row,) = suite().measure(SMALL["D=64 causal, varlen, the same lengths"])
     assert row.status == OK and row.differs < 1e-5
     cases = suite()
-    case, base = (cases.prepare(SMALL[name], False) for name in ("D=64 causal, as mask_mod", "D=64 causal"))
+    case, base = (cases.prepare(SMALL[name]) for name in ("D=64 causal, as mask_mod", "D=64 causal"))
     case.examined.ready[LAZYMAX] = Ready(lambda: torch.full(base.call.qkv[0].shape, float("nan")))
     assert cases._compare(case, base) == torch.inf
 

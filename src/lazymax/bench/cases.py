@@ -33,17 +33,22 @@ def label(shape: tuple[int, ...], causal: str | None, window: Window | None = No
     return ",".join(map(str, shape)) + (band or " full")
 
 
-def _grid(suite: str, heads: tuple[tuple[int, int, int], ...], tokens: int = 16384) -> tuple[Case, ...]:
-    """The FlashAttention papers' grid: `tokens` in all, so that every length is the same memory."""
+def _grid(
+    suite: str,
+    heads: tuple[tuple[int, int, int], ...],
+    lengths: tuple[int, ...] = (1024, 4096, 16384),
+    tokens: int | None = 16384,
+) -> tuple[Case, ...]:
+    """The FlashAttention papers' grid: `tokens` in all, so that every length is the same memory; None: one element."""
     return tuple(
         Case(
             f"D={dim} S={length} {'causal' if causal else 'full'}",
-            (tokens // length, q_heads, kv_heads, length, length, dim),
+            (tokens // length if tokens else 1, q_heads, kv_heads, length, length, dim),
             causal=causal,
             suite=suite,
         )
         for q_heads, kv_heads, dim in heads
-        for length in (1024, 4096, 16384)
+        for length in lengths
         for causal in ("top_left", None)
     )
 
@@ -52,6 +57,15 @@ SUITES: dict[str, tuple[Case, ...]] = {
     # H * D = 2048, as in the FlashAttention-2, -3 and -4 papers
     "paper": _grid("paper", ((32, 32, 64), (16, 16, 128), (8, 8, 256))),
     "gqa": _grid("gqa", ((32, 8, 128),)),
+    # too few tiles for a large card, or fewer queries than keys
+    "short": (
+        *_grid("short", ((16, 16, 64), (16, 16, 128)), lengths=(512, 1024, 1536, 2048), tokens=None),
+        Case("D=128, 1000 of 3001 full", (1, 16, 16, 1000, 3001, 128), suite="short"),
+        Case("D=128, 1000 of 3001 causal", (1, 16, 16, 1000, 3001, 128), "bottom_right", suite="short"),
+        Case("D=64, 1000 of 3001 causal", (1, 16, 16, 1000, 3001, 64), "bottom_right", suite="short"),
+        Case("D=128, 64 of 4096 full, 32 over 8", (2, 32, 8, 64, 4096, 128), suite="short"),
+        Case("D=128, 64 of 4096 causal, 32 over 8", (2, 32, 8, 64, 4096, 128), "bottom_right", suite="short"),
+    ),
     # one request each; lengths as prompts have them
     "prefill": (
         Case("8B, 8192", (1, 32, 8, 8192, 8192, 128), "top_left", suite="prefill"),

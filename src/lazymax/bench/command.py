@@ -14,43 +14,48 @@ from ..dispatch import plan
 from .cases import SUITES, Case, label
 from .check import OK
 from .clock import clock_for
-from .features import command as features_command
+from .features import command as calls_command
+from .features.cases import SUITES as CALL_SUITES
 from .host import About, about
-from .measure import Overhead, Row, measure, overhead
+from .measure import MORE, Overhead, Row, measure, overhead
 from .peers import PEERS, Make, candidates, ours
 from .report import case_table, fastest_row, header, overhead_table, plot_fault, summary, to_json, write_csv, write_plot
-from .rows import ALL, BEST
+from .rows import ALL, BEST, PORTABLE
 
 DEFAULT_PEERS = "sdpa-cudnn,sdpa-flash,sdpa-efficient"
-FEATURES = "features"  # a suite of its own: calls beside other calls, not shapes beside other libraries
-WINDOW_MS, FEATURES_WINDOW_MS = 100.0, 40.0
+CALLS = " and ".join(CALL_SUITES)  # suites of calls, not of shapes; each goes alone
+WINDOW_MS, CALLS_WINDOW_MS = 100.0, 40.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", action="append", default=[], metavar="B,Hq,Hkv,Sq,Sk,D[,Dv]", help="repeatable")
     parser.add_argument(
-        "--suite", action="append", default=[], choices=(*SUITES, FEATURES),
-        help=f"named shapes; repeatable; or {FEATURES}: what each feature costs beside the plain kernel",
+        "--suite", action="append", default=[], choices=(*SUITES, *CALL_SUITES),
+        help="named shapes; repeatable; or alone: features, what each costs beside the plain kernel; "
+        "varlen, packed sequences beside other libraries",
     )  # fmt: skip
     parser.add_argument("--only", default="", metavar="TEXT", help="of the suites, the cases with this in their name")
     parser.add_argument("--dtype", default="bf16", help="comma list; default: bf16")
     add_rules(parser)
     parser.add_argument(
         "--against", metavar="PEERS",
-        help=f"comma list of {', '.join(PEERS)}; default: {DEFAULT_PEERS}; {FEATURES}: flex or none, default: none",
+        help=f"comma list of {', '.join(PEERS)}; default: {DEFAULT_PEERS}; "
+        + "; ".join(f"{name}: {', '.join(peers)}" for name, peers in calls_command.PEERS.items())
+        + "; default there: none",
     )  # fmt: skip
     parser.add_argument(
-        "--rows", choices=(BEST, ALL),
-        help=f"{ALL}: beside lazymax, every other row of its tile tables that takes the problem; default: {BEST}",
+        "--rows", choices=tuple(MORE),
+        help=f"{PORTABLE}: the portable kernel beside that of the GPU's own backend; "
+        f"{ALL}: every other row of the tile tables that takes the problem; default: {BEST}",
     )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=5, help="rounds that count, after one that does not; default: 5")
     parser.add_argument(
         "--window-ms", type=float,
-        help=f"time of one candidate in a round; default: {WINDOW_MS:g}, {FEATURES}: {FEATURES_WINDOW_MS:g}",
+        help=f"time of one candidate in a round; default: {WINDOW_MS:g}, {CALLS}: {CALLS_WINDOW_MS:g}",
     )  # fmt: skip
     parser.add_argument(
         "--jobs", type=int, metavar="N",
-        help=f"{FEATURES}: processes that build and try the kernels beforehand, 0 for none; default: 8 on a GPU",
+        help=f"{CALLS}: processes that build and try the kernels beforehand, 0 for none; default: 8 on a GPU",
     )  # fmt: skip
     parser.add_argument("--overhead", action="store_true", help="host time of an eager call instead; no shapes")
     parser.add_argument("--device", help="cuda or cuda:N; cpu must be asked for, and only tests this tool")
@@ -82,12 +87,12 @@ def run(options: argparse.Namespace) -> int:
     with usage():
         _check_rows(options)
         dtypes, device = parse_dtypes(options.dtype), parse_device(options.device)
-        wanted = features_command.features_of(options, device) if FEATURES in options.suite else ()
+        wanted = calls_command.calls_of(options, device)
         cases = [] if wanted else cases_of(options)
         against = DEFAULT_PEERS if options.against is None else options.against
         peers = {} if wanted else candidates(against, options.impl)
         if options.window_ms is None:
-            options.window_ms = FEATURES_WINDOW_MS if wanted else WINDOW_MS
+            options.window_ms = CALLS_WINDOW_MS if wanted else WINDOW_MS
         if device.type == "cpu" and options.device is None:
             raise ValueError(
                 f"bench: torch {torch.__version__} sees no GPU, and times of a CPU would say nothing about one; "
@@ -101,14 +106,15 @@ def run(options: argparse.Namespace) -> int:
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         torch.cuda.set_device(device)
     if wanted:
-        return features_command.run(options, wanted, dtypes, device, partial(_write_features, options))
+        return calls_command.run(options, wanted, dtypes, device, partial(_write_calls, options))
     return _overhead(options, dtypes, device) if options.overhead else _run(options, cases, dtypes, peers, device)
 
 
 def _check_rows(options: argparse.Namespace) -> None:
-    for other, is_there in (("--suite features", FEATURES in options.suite), ("--overhead", options.overhead)):
-        if options.rows and is_there:
-            raise ValueError(f"--rows: got {options.rows!r} with {other}; it goes with --shape and suites of shapes")
+    others = [f"--suite {name}" for name in options.suite if name in CALL_SUITES]
+    others += ["--overhead"] if options.overhead else []
+    if options.rows and others:
+        raise ValueError(f"--rows: got {options.rows!r} with {others[0]}; it goes with --shape and suites of shapes")
 
 
 def _check_plans(cases: Sequence[Case], dtypes: Sequence[torch.dtype], device: torch.device, impl: str) -> None:
@@ -166,7 +172,7 @@ def _run(
     return 0 if all(row.status == OK for row in rows if ours(row.candidate)) else 1
 
 
-def _write_features(options: argparse.Namespace, facts: About, rows: Sequence[Row], stdout: bool) -> None:
+def _write_calls(options: argparse.Namespace, facts: About, rows: Sequence[Row], stdout: bool) -> None:
     _write(options, facts, rows, stdout=stdout)
 
 

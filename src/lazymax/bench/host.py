@@ -45,25 +45,32 @@ def about(
     commit: str | None,
 ) -> About:
     """Measure the ceilings of the device and note everything a reader needs to repeat the run."""
-    device, on_gpu = clock.device, clock.device.type == "cuda"
     matmul = {}
     smi = ""
     for dtype in dtypes:
         matmul[str(dtype).removeprefix("torch.")], smi = _matmul(clock, dtype, window_ms)
     return About(
-        device=torch.cuda.get_device_name(device) if on_gpu else "CPU",
-        arch=arches.of(device).id,
-        date=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        commit=commit or git_commit(),
+        **origin(clock.device, commit),
         command=shlex.join(["lazymax", "bench", *arguments]),
-        torch=torch.__version__,
-        triton=tritons.triton_version() or "",
-        cudnn=str(torch.backends.cudnn.version() or "") if on_gpu else "",  # type: ignore[no-untyped-call]
         smi=smi,
         rounds=rounds,
         window_ms=window_ms,
         matmul_tflops=matmul,
         copy_gbs=_copy(clock, window_ms),
+    )
+
+
+def origin(device: torch.device, commit: str | None) -> dict[str, str]:
+    """Where, when and with which versions, by the names of `About`."""
+    on_gpu = device.type == "cuda"
+    return dict(
+        arch=arches.of(device).id,
+        device=torch.cuda.get_device_name(device) if on_gpu else "CPU",
+        date=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        commit=commit or git_commit(),
+        torch=torch.__version__,
+        triton=tritons.triton_version() or "",
+        cudnn=str(torch.backends.cudnn.version() or "") if on_gpu else "",  # type: ignore[no-untyped-call]
     )
 
 

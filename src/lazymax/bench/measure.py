@@ -9,7 +9,8 @@ import torch
 
 from .. import arch as arches
 from ..api import attention
-from ..dispatch import plan
+from ..arch import Arch
+from ..dispatch import Plan, plan
 from ..drop_in import scaled_dot_product_attention
 from ..problem import Problem
 from ..reference import TORCH_SDPA
@@ -17,7 +18,14 @@ from .cases import Case
 from .check import FAILED, LEFT_OUT, OK, Oracle, Verdict
 from .clock import Clock, host_blocks, ratio, rounds_of
 from .peers import LAZYMAX, LeftOut, Make, Ready, ours, refusals
-from .rows import BEST, others, ran, row_of
+from .rows import ALL, BEST, PORTABLE, others, portable, ran, row_of
+
+# what `--rows` adds beside lazymax
+MORE: dict[str, Callable[[Problem, Arch, Plan, Plan], dict[str, Plan]]] = {
+    BEST: lambda problem, arch, planned, default: {},
+    PORTABLE: portable,
+    ALL: others,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,28 +66,36 @@ def measure(
     window_ms: float = 100.0,
     matmul_tflops: float | None = None,
 ) -> list[Row]:
-    """Check and time every candidate on one case; a row each: lazymax, its other rows if all are wanted, then the
-    candidates in their order."""
+    """Check and time every candidate on one case; a row each: lazymax, its other rows as far as they are wanted, then
+    the candidates in their order."""
+    problem, examined, plans = checked(case, dtype, candidates, clock, impl=impl, rows=rows)
+    times = rounds_of(examined.ready, clock, rounds, window_ms)
+    return [
+        _row(case, problem, name, plans.get(name, ""), examined, times, matmul_tflops) for name in examined.verdicts
+    ]
+
+
+def checked(
+    case: Case, dtype: torch.dtype, candidates: Mapping[str, Make], clock: Clock, *, impl: str, rows: str
+) -> tuple[Problem, "Examined", dict[str, str]]:
+    """Run every candidate on one case and judge it; by name, what ran for lazymax and for its rows."""
     q, k, v = case.tensors(dtype, clock.device)
     problem = Problem.from_call(q, k, v, causal=case.causal, window=case.window)
     oracle = Oracle(problem, q, k, v)
     arch = arches.of(clock.device)
     planned = plan(problem, arch, impl)
     default = ran(lambda: _once(candidates[LAZYMAX](case, problem, q, k, v), clock), planned)
-    more = {} if rows == BEST else others(problem, arch, planned, default)
+    more = MORE[rows](problem, arch, planned, default)
     everyone = {LAZYMAX: candidates[LAZYMAX]} | {name: row_of(p) for name, p in more.items()} | dict(candidates)
     makes = {name: partial(make, case, problem, q, k, v) for name, make in everyone.items()}
     plans = {LAZYMAX: default} | more
     examined = examine(makes, oracle, clock, strict=plans)
-    del oracle
-    times = rounds_of(examined.ready, clock, rounds, window_ms)
-    told = {name: p.describe() for name, p in plans.items()}
-    return [_row(case, problem, name, told.get(name, ""), examined, times, matmul_tflops) for name in makes]
+    return problem, examined, {name: p.describe() for name, p in plans.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """What the check left: who may be timed, and a verdict on everybody."""
+    """What the check left: who may be timed, and a verdict on everybody in their order."""
 
     ready: dict[str, Ready] = field(default_factory=dict)
     verdicts: dict[str, Verdict] = field(default_factory=dict)

@@ -66,14 +66,17 @@ def sdpa(backend: str | None) -> Make:
         def run() -> torch.Tensor:
             return TORCH_SDPA(q, k, v, is_causal=causal, enable_gqa=grouped)
 
-        if backend is None:
-            return Ready(run)
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        chosen = getattr(SDPBackend, backend)
-        return Ready(run, lambda: sdpa_kernel([chosen]))
+        return Ready(run) if backend is None else Ready(run, torch_backend(backend))
 
     return make
+
+
+def torch_backend(name: str) -> Callable[[], AbstractContextManager[Any]]:
+    """The context in which torch's SDPA takes this backend and no other."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    chosen = getattr(SDPBackend, name)
+    return lambda: sdpa_kernel([chosen])
 
 
 def flex(case: Case, problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Ready:
@@ -106,17 +109,30 @@ def flex_ready(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
     return Ready(lambda: function(q, k, v, block_mask=mask, enable_gqa=problem.group > 1))
 
 
+FA3, FA4 = ("fa3-fwd", "fa3_fwd_interface"), ("flash-attn-4", "flash_attn.cute")  # package, module
+
+
+def imported(package: str, module: str, name: str, device: torch.device) -> Any:
+    """A function of a package that may be absent."""
+    if device.type == "cpu":
+        raise LeftOut("runs on GPUs only")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ImportError as error:
+        raise LeftOut(f"pip install {package}: {error}") from error
+
+
+def first(result: Any) -> torch.Tensor:
+    """The output of a function that may return more."""
+    out: torch.Tensor = result[0] if isinstance(result, tuple) else result
+    return out
+
+
 def flash_attn(package: str, module: str) -> Make:
     """`flash_attn_func` as its authors ship it. It takes (B, S, H, D), which is made beforehand."""
 
     def make(case: Case, problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Ready:
-        if q.device.type == "cpu":
-            raise LeftOut("runs on GPUs only")
-        try:
-            function = importlib.import_module(module).flash_attn_func
-        except ImportError as error:
-            raise LeftOut(f"pip install {package}: {error}") from error
-        return flash_attn_ready(function, case, problem, q, k, v)
+        return flash_attn_ready(imported(package, module, "flash_attn_func", q.device), case, problem, q, k, v)
 
     return make
 
@@ -130,13 +146,7 @@ def flash_attn_ready(
         raise LeftOut("its causal is bottom-right")
     tensors = [t.transpose(1, 2).contiguous() for t in (q, k, v)]
     causal = case.causal is not None
-
-    def run() -> torch.Tensor:
-        result = function(*tensors, causal=causal)
-        out: torch.Tensor = result[0] if isinstance(result, tuple) else result
-        return out.transpose(1, 2)
-
-    return Ready(run)
+    return Ready(lambda: first(function(*tensors, causal=causal)).transpose(1, 2))
 
 
 PEERS: dict[str, Make] = {
@@ -146,8 +156,8 @@ PEERS: dict[str, Make] = {
     "sdpa-efficient": sdpa("EFFICIENT_ATTENTION"),
     "sdpa-math": sdpa("MATH"),
     "flex": flex,
-    "fa3": flash_attn("fa3-fwd", "fa3_fwd_interface"),
-    "fa4": flash_attn("flash-attn-4", "flash_attn.cute"),
+    "fa3": flash_attn(*FA3),
+    "fa4": flash_attn(*FA4),
 }
 
 

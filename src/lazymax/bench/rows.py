@@ -1,4 +1,4 @@
-"""`--rows all`: the other rows of the tile tables that take a problem, each as a candidate beside lazymax."""
+"""`--rows`: other rows of the tile tables that take a problem, each as a candidate beside lazymax."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -16,8 +16,7 @@ from ..problem import Problem, output_strides
 from .cases import Case
 from .peers import LAZYMAX, Make, Ready
 
-BEST, ALL = "best", "all"
-PORTABLE = "portable"
+BEST, ALL, PORTABLE = "best", "all", "portable"
 
 
 def ran(call: Callable[[], object], planned: Plan) -> Plan:
@@ -49,6 +48,14 @@ def others(problem: Problem, arch: Arch, planned: Plan, default: Plan) -> dict[s
             prefix = "" if backend == planned.backend else f"{backend}:"
             found[f"{LAZYMAX}:{prefix}{row.name}"] = plan
     return found
+
+
+def portable(problem: Problem, arch: Arch, planned: Plan, default: Plan) -> dict[str, Plan]:
+    """The portable backend's row where lazymax ran a kernel of another backend, under one name for all problems."""
+    if planned.backend == PORTABLE:
+        return {}
+    plans = others(problem, arch, planned, default).values()
+    return {f"{LAZYMAX}:{PORTABLE}": plan for plan in plans if plan.backend == PORTABLE}
 
 
 def _taking(problem: Problem, arch: Arch, chosen: str) -> Iterator[tuple[str, Tile]]:

@@ -39,7 +39,7 @@ class Call:
         else:
             found = attention(*self.tensors, **self.options, impl=self.impl)
         out, lse = found if isinstance(found, tuple) else (found, None)
-        return out.transpose(0, 1)[None] if self.feature.lengths else out, lse
+        return stand(out) if self.feature.lengths else out, lse
 
     def run(self) -> torch.Tensor:
         return self.result()[0]
@@ -57,7 +57,7 @@ def build(feature: Feature, qkv: QKV, impl: str = "auto") -> Call:
     tensors, standing, parsed = qkv, qkv, dict(options)
     if feature.lengths:
         q, k, v = (t.transpose(1, 2).flatten(0, 1).contiguous() for t in qkv)
-        tensors, standing = (q, k, v), (_stand(q), _stand(k), _stand(v))
+        tensors, standing = (q, k, v), (stand(q), stand(k), stand(v))
         ends = torch.tensor([0, *feature.lengths]).cumsum(0).to(device, torch.int32)
         longest = max(feature.lengths)
         options |= dict(cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=longest, max_seqlen_k=longest)
@@ -70,7 +70,7 @@ def build(feature: Feature, qkv: QKV, impl: str = "auto") -> Call:
     return Call(feature, tensors, options, standing, problem, extras, impl)
 
 
-def _stand(t: torch.Tensor) -> torch.Tensor:
+def stand(t: torch.Tensor) -> torch.Tensor:
     """(total, H, D) -> (1, H, total, D)"""
     return t.transpose(0, 1)[None]
 

@@ -10,6 +10,7 @@ from .make import Maker
 
 CAUSAL = {"causal": "top_left"}
 GAP = 0.03  # what an equivalent spelling of the same band may cost
+VARLEN_SEED = 15  # 32849 rows on a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +23,11 @@ class Sizes:
     long: int  # of the packed documents
     documents: int
     window: int
+    uneven: tuple[int, int]  # shortest and longest of as many packed sequences
 
 
-ON_GPU = Sizes(batch=2, width=2048, length=4096, long=16384, documents=16, window=1024)
-ON_CPU = Sizes(batch=2, width=256, length=24, long=40, documents=4, window=6)
+ON_GPU = Sizes(batch=2, width=2048, length=4096, long=16384, documents=16, window=1024, uneven=(100, 8000))
+ON_CPU = Sizes(batch=2, width=256, length=24, long=40, documents=4, window=6, uneven=(2, 20))
 
 Tensors = Callable[[Maker], dict[str, Any]]
 
@@ -45,6 +47,7 @@ class Feature:
     allowed: float | None = None  # how far the cost may be from 1
     flex: tuple[str, ...] = ()  # modifications that say the same to flex_attention
     flex_tensors: Tensors = make.nothing  # their arguments, as ours take them
+    suite: str = "features"
 
 
 def features(sizes: Sizes) -> tuple[Feature, ...]:
@@ -166,3 +169,20 @@ def _head_dims(sizes: Sizes) -> Iterator[Feature]:
     yield Feature(
         f"head dim 576, 512 of v, causal, {heads} over 1 heads", shape(1, 1, 576, 512), base.name, base.options
     )
+
+
+def varlen(sizes: Sizes) -> tuple[Feature, ...]:
+    """Packed sequences of very different lengths, most off the tile. No bases, but other libraries beside them."""
+    lengths, heads = make.uneven(*sizes.uneven, sizes.documents, seed=VARLEN_SEED), sizes.width // 128
+    total = sum(lengths)
+    return tuple(
+        Feature(
+            f"{len(lengths)} sequences of {min(lengths)} to {max(lengths)}, {q_heads} over {kv_heads} heads, {band}",
+            (1, q_heads, kv_heads, total, total, 128), None, options, lengths=lengths, suite="varlen",
+        )
+        for q_heads, kv_heads in ((heads, heads), (2 * heads, max(1, heads // 2)))
+        for band, options in (("causal", _options(**CAUSAL)), ("full", ()))
+    )  # fmt: skip
+
+
+SUITES: dict[str, Callable[[Sizes], tuple[Feature, ...]]] = {"features": features, "varlen": varlen}

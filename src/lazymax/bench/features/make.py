@@ -36,6 +36,13 @@ def partition(total: int, count: int, seed: int) -> tuple[int, ...]:
     return tuple(after - before for before, after in zip([0, *cuts], [*cuts, total], strict=True))
 
 
+def uneven(shortest: int, longest: int, count: int, seed: int) -> tuple[int, ...]:
+    """`count` random lengths, as many below the geometric mean of the bounds as above it."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.rand(count, generator=generator, dtype=torch.float64)
+    return tuple(int(length) for length in shortest * (longest / shortest) ** drawn)
+
+
 def nothing(make: Maker) -> dict[str, Any]:
     return {}
 

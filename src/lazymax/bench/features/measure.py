@@ -15,9 +15,10 @@ from ..measure import Examined, Row, band_of, examine, figures, least_bytes
 from ..peers import LAZYMAX, LeftOut, Ready
 from .calls import QKV, Call, build, visible_pairs
 from .cases import Feature
-from .flex import FLEX, FLEX_AND_MASK, peers
+from .flex import FLEX, FLEX_AND_MASK
 
 BASE = "base"
+Peers = Callable[[Call], Mapping[str, Callable[[], Ready]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +49,11 @@ class Prepared:
         return self.examined.ready.get(LAZYMAX)
 
 
+def alone(call: Call) -> Mapping[str, Callable[[], Ready]]:
+    """Nobody beside lazymax."""
+    return {}
+
+
 class Suite:
     """Measures the cases of one dtype. `faults`: by name, of cases that failed elsewhere and must not run here."""
 
@@ -61,13 +67,13 @@ class Suite:
         rounds: int = 5,
         window_ms: float = 40.0,
         matmul_tflops: float | None = None,
-        flex: bool = False,
+        peers: Peers = alone,
         faults: Mapping[str, str] | None = None,
     ) -> None:
         self.features = {feature.name: feature for feature in everything}
         self.dtype, self.clock, self.impl = dtype, clock, impl
         self.rounds, self.window_ms, self.ceiling = rounds, window_ms, matmul_tflops
-        self.flex, self.faults = flex, faults or {}
+        self.peers, self.faults = peers, faults or {}
         self._inputs: dict[tuple[int, ...], QKV] = {}
         self._base: Prepared | None = None
 
@@ -86,17 +92,17 @@ class Suite:
             return None
         if self._base is None or self._base.call.feature.name != feature.base:
             self._base = None
-            self._base = self.prepare(self.features[feature.base], flex=False)
+            self._base = self.prepare(self.features[feature.base])
         return self._base
 
-    def prepare(self, feature: Feature, flex: bool) -> Prepared:
+    def prepare(self, feature: Feature, peers: Peers = alone) -> Prepared:
         """Build, run once and check."""
         call = build(feature, self.inputs(feature.shape), self.impl)
         p = call.problem
         pairs = visible_pairs(p, call.extras, self.clock.device)
         plans: list[Plan] = []
         makes: dict[str, Callable[[], Ready]] = {LAZYMAX: lambda: self._first(call, plans)}
-        makes |= peers(call) if flex else {}
+        makes |= peers(call)
         oracle = Oracle(p, *call.qkv, call.extras)
         examined = examine(makes, oracle, self.clock, strict=(LAZYMAX, FLEX, FLEX_AND_MASK))
         if p.return_lse and LAZYMAX in examined.ready:
@@ -128,7 +134,7 @@ class Suite:
     def measure(self, feature: Feature) -> list[FeatureRow]:
         """Check and time lazymax and its peers on one case, beside the base; a row each."""
         base = self.base_of(feature)
-        case = self.prepare(feature, self.flex)
+        case = self.prepare(feature, self.peers)
         examined = case.examined
         if base is None:
             self._base = case
@@ -160,7 +166,7 @@ class Suite:
                 rate=case.flops / base.flops / cost, allowed=feature.allowed, differs=differs,
             )  # fmt: skip
         return FeatureRow(
-            suite="features",
+            suite=feature.suite,
             case=feature.name,
             shape=",".join(map(str, feature.shape)),
             dtype=p.dtype,

@@ -79,12 +79,12 @@ def main(arguments: Sequence[str]) -> None:
     """One process: a JSON pair (name, fault or "") per case. It ends at a fault that leaves the device unusable."""
     from . import mods
     from .calls import build
-    from .cases import ON_CPU, ON_GPU, features
+    from .cases import ON_CPU, ON_GPU, SUITES
 
     what, names = Rehearsal(**json.loads(arguments[0])), json.loads(arguments[1])
     device, dtype = torch.device(what.device), getattr(torch, what.dtype)
     sizes = ON_GPU if device.type == "cuda" else ON_CPU
-    known = {feature.name: feature for feature in features(sizes)}
+    known = {feature.name: feature for features in SUITES.values() for feature in features(sizes)}
     mods.register()
     torch.zeros(1, device=device)
     print(READY, flush=True)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from ..check import LEFT_OUT, OK
 from ..peers import LAZYMAX
+from ..report import summary
 from .measure import FeatureRow
 
 
@@ -45,7 +46,7 @@ def _peer(row: FeatureRow) -> str:
 
 
 def closing(rows: Sequence[FeatureRow]) -> str:
-    """Costs that have a bound, values that should be the same, and what failed."""
+    """Costs that have a bound, values that should be the same, speed beside others, and what failed."""
     lines = []
     for row in rows:
         if row.cost is not None and row.allowed is not None:
@@ -58,13 +59,16 @@ def closing(rows: Sequence[FeatureRow]) -> str:
         apart = [row for row in same if row.differs]
         lines.append(f"{len(same) - len(apart)} of {len(same)} cases that mean the same as their base give its bits")
         lines += [f"  {row.case} ({row.dtype}): differs by {row.differs:.2g} at most" for row in apart]
+    lines += summary(rows).splitlines()
     wrong = [row for row in rows if row.status not in (OK, LEFT_OUT)]
     lines += [f"{row.status.upper()}: {row.case}, {row.candidate}: {row.reason}" for row in wrong]
     return "\n".join(lines)
 
 
-LEGEND = (
-    "cost: time over that of the base, the case above that stands alone, in the same rounds; rate: TFLOP/s over the "
-    "base's.\nTFLOP/s over the pairs that count, counted on the device. flex+mask makes its block mask in every call, "
-    "flex has it ready; 1.10x: lazymax is 10% faster."
-)
+COUNTED = "TFLOP/s over the pairs that count, counted on the device. "
+LEGENDS = {
+    "features": "cost: time over that of the base, the case above that stands alone, in the same rounds; rate: TFLOP/s "
+    f"over the base's.\n{COUNTED}flex+mask makes its block mask in every call, flex has it ready; 1.10x: lazymax is "
+    "10% faster.",
+    "varlen": f"{COUNTED}1.10x: lazymax is 10% faster.",
+}
