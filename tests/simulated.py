@@ -6,70 +6,58 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
-from emulated import EDITS, laid_out
+from hopper import CAUSAL, DTYPES, Call, arranged, rows
 from simulators.gluon_sim import Options, activate, run_mutants
 
 from lazymax import arch as arches
-from lazymax.backends import registry
-from lazymax.backends.sm_90.rows import HopperTile
+from lazymax.backends.sm_90.launch import HopperLaunch
 from lazymax.compiling import compile_plan
 from lazymax.dispatch import plan
 from lazymax.problem import Problem, output_strides
-from lazymax.testing import check_attention, make_qkv
+from lazymax.testing import check_attention
 
 ARCH = arches.by_name("sm_90")
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-CAUSAL = {"causal": "bottom_right"}
-# (batch, query heads, key heads, queries, keys), rules, what the inputs hold, layout. Some tiles of many blocks and
-# some of few, several for every CTA: each ring goes round more than twice.
-CALLS: tuple[tuple[tuple[int, ...], dict[str, Any], str, str], ...] = (
-    ((1, 4, 2, 390, 700), CAUSAL, "normal", "bhsd"),
-    ((2, 2, 1, 300, 150), CAUSAL, "normal", "bhsd"),  # rows without keys, whole tiles too
-    ((1, 3, 1, 390, 500), {}, "rising", "bshd"),
-    ((1, 2, 1, 250, 600), {"window": (200, 30), "window_align": "bottom_right", "scale": -0.2}, "rising", "padded"),
-    ((1, 2, 1, 400, 700), CAUSAL | {"window": (130, None)}, "large", "bhsd"),
-    ((1, 2, 2, 129, 129), {"causal": "top_left", "scale": 0.0}, "normal", "bhsd"),
-    ((1, 2, 1, 260, 520), {"causal": "top_left", "rescale_threshold": 0.0}, "rising", "bhsd"),
-    ((1, 2, 1, 140, 300), CAUSAL, "huge", "bhsd"),
-    ((1, 2, 1, 140, 200), {"causal": "top_left"}, "hidden", "bshd"),
-    ((1, 2, 1, 140, 200), {}, "visible", "bhsd"),
+# Some tiles of many blocks and some of few, several for every CTA: each ring goes round more than twice.
+CALLS = (
+    Call((1, 4, 2, 390, 700), CAUSAL, sinks=True),
+    Call((2, 2, 1, 300, 150), CAUSAL),  # rows without keys, whole tiles too
+    Call((1, 3, 1, 390, 500), {}, "rising", "bshd"),
+    Call((1, 2, 1, 250, 600), {"window": (200, 30), "window_align": "bottom_right", "scale": -0.2}, "rising", "padded"),
+    Call((1, 2, 1, 400, 700), CAUSAL | {"window": (130, None)}, "large"),
+    Call((1, 2, 2, 129, 129), {"causal": "top_left", "scale": 0.0, "softcap": 3.0}),
+    Call((1, 2, 1, 260, 520), {"causal": "top_left", "rescale_threshold": 0.0}, "rising"),
+    Call((1, 2, 1, 140, 300), CAUSAL, "huge"),
+    Call((1, 2, 1, 140, 200), {"causal": "top_left"}, "hidden", "bshd"),
+    Call((1, 2, 1, 140, 200), {}, "visible", sinks=True),
+    Call((1, 2, 1, 450, 700), CAUSAL, offsets=((0, 70, 70, 300, 440), (0, 300, 310, 420, 700))),
+    Call((3, 2, 1, 200, 420), CAUSAL | {"softcap": 20.0, "scale": -0.5}, sinks=True, lengths=(0, 130, 420)),
 )
 
 
-def rows() -> list[HopperTile]:
-    table = registry()["sm_90"]
-    return [row for row in (*table.forward, *table.alternatives) if isinstance(row, HopperTile)]
-
-
-def simulate(index: int, which: int, dim: int, dtype: str, options: Options) -> tuple[bool, str]:
+def simulate(index: int, which: int, dims: tuple[int, int], dtype: str, options: Options) -> tuple[bool, str]:
     """One call on few CTAs under the schedule of a seed, beside float64."""
-    shape, rules, data, layout = CALLS[which]
-    rules = dict(rules)
-    threshold = rules.pop("rescale_threshold", None)
-    q, k, v = make_qkv(*shape, dim, dtype=DTYPES[dtype], seed=options.seed)
-    EDITS[data](q, k, v)
-    q, k, v = (laid_out(t, layout, 8) for t in (q, k, v))
-    problem = Problem.from_call(q, k, v, return_lse=True, rescale_threshold=threshold, **rules)
+    (q, k, v), extras, problem = CALLS[which].inputs(dims, DTYPES[dtype], options.seed)
     launch = rows()[index].prepare(problem, None)  # type: ignore[arg-type]
     launch.ctas = (2, 3, 1)[options.seed % 3]
-    out = torch.empty_strided(q.shape, output_strides(q, dim), dtype=q.dtype).fill_(torch.nan)
+    out = torch.empty_strided((*q.shape[:3], dims[1]), output_strides(q, dims[1]), dtype=q.dtype).fill_(torch.nan)
     lse = torch.full(q.shape[:3], torch.nan)
-    with activate(options):
-        launch(q, k, v, out, lse)
-    budgets = check_attention(out, lse, q, k, v, problem)
+    with activate(options), patch.object(HopperLaunch, "_arrange", arranged):
+        launch(q, k, v, out, lse, extras)
+    budgets = check_attention(out, lse, q, k, v, problem, extras)
     return all(b.ok for b in budgets), "; ".join(map(str, budgets))
 
 
-def seeds(index: int, dim: int, dtype: str, of: list[int]) -> list[str]:
+def seeds(index: int, dims: tuple[int, int], dtype: str, of: list[int]) -> list[str]:
     """What went wrong, one call after the other."""
     wrong = []
     for seed in of:
         which = seed % len(CALLS)
         try:
-            ok, why = simulate(index, which, dim, dtype, Options(target="sm_90", seed=seed))
+            ok, why = simulate(index, which, dims, dtype, Options(target="sm_90", seed=seed))
         except Exception as error:
             ok, why = False, f"{type(error).__name__}: {error}"
         if not ok:
@@ -77,22 +65,22 @@ def seeds(index: int, dim: int, dtype: str, of: list[int]) -> list[str]:
     return wrong
 
 
-def mutants(index: int, dim: int, of: list[int]) -> tuple[int, list[str]]:
+def mutants(index: int, dims: tuple[int, int], of: list[int]) -> tuple[int, list[str]]:
     """(how many, what survived): every synchronisation of the kernel dropped or weakened once."""
 
     def launch(options: Options) -> None:
         for which in (0, 1):
-            ok, why = simulate(index, which, dim, "bf16", options)
+            ok, why = simulate(index, which, dims, "bf16", options)
             assert ok, why
 
     outcomes = run_mutants(launch, Options(target="sm_90", insert_fences=False), of)
     return len(outcomes), [str(outcome.mutant) for outcome in outcomes if not outcome.killed]
 
 
-def assembled(index: int, dim: int, dtype: str, rules: dict[str, Any]) -> dict[str, Any]:
+def assembled(index: int, dims: tuple[int, int], dtype: str, rules: dict[str, Any]) -> dict[str, Any]:
     """Compile, and what ptxas says: registers, bytes of spills, advisories that serialise every product ("C75")."""
     row = rows()[index]
-    problem = Problem.from_shape((4, 32, 8, 4096, 4096, dim), dtype, return_lse=True, **rules)
+    problem = Problem.from_shape((4, 32, 8, 4096, 4096, *dims), dtype, return_lse=True, **rules)
     kernel = compile_plan(problem, replace(plan(problem, ARCH), tile=row), ARCH)
     old = tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 8)
     knobs = triton.knobs.nvidia

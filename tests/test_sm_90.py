@@ -7,77 +7,78 @@ from typing import Any
 
 import pytest
 import torch
-from emulated import EDITS, laid_out
+from hopper import CAUSAL, Call, arranged, head_dims, rows
 from simulators.gluon_sim import Worker
 
 from lazymax import arch as arches
-from lazymax.backends import registry
+from lazymax.backends import When, registry
 from lazymax.backends.sm_90.rows import HopperTile
 from lazymax.dispatch import plan
 from lazymax.problem import Problem
 from lazymax.testing import check_attention, make_qkv
 
-TABLE = registry()["sm_90"]
-ROWS = [row for row in (*TABLE.forward, *TABLE.alternatives) if isinstance(row, HopperTile)]
-CAUSAL = {"causal": "bottom_right"}
-Call = tuple[tuple[int, ...], dict[str, Any], str, str]
-# (batch, query heads, key heads, queries, keys), rules, what the inputs hold, layout
-CALLS: tuple[Call, ...] = (
-    ((1, 4, 1, 70, 150), CAUSAL, "normal", "bhsd"),
-    ((2, 8, 2, 1000, 1000), {"causal": "top_left"}, "normal", "bshd"),
-    ((1, 2, 2, 33, 64), {}, "normal", "padded"),
-    ((4, 40, 8, 517, 517), {}, "normal", "bhsd"),  # several tiles for every CTA
-    ((4, 40, 8, 517, 901), CAUSAL, "rising", "bhsd"),
-    ((1, 6, 2, 450, 777), {"window": (60, 5), "window_align": "bottom_right", "scale": -0.2}, "rising", "bshd"),
-    ((1, 4, 1, 500, 900), CAUSAL | {"window": (300, None)}, "large", "bhsd"),
-    ((1, 4, 1, 900, 500), CAUSAL, "normal", "bhsd"),  # rows and tiles without keys
-    ((2, 4, 2, 1, 65), CAUSAL, "normal", "bhsd"),
-    ((1, 4, 1, 1, 1), CAUSAL, "normal", "bhsd"),
-    ((1, 7, 1, 300, 300), {"causal": "top_left"}, "large", "bhsd"),
-    ((1, 2, 1, 400, 400), {"window": (None, 40), "scale": 0.0}, "normal", "bhsd"),
-    ((1, 4, 1, 200, 370), CAUSAL, "huge", "bhsd"),
-    ((1, 4, 1, 237, 297), CAUSAL, "hidden", "bhsd"),
-    ((1, 4, 1, 237, 297), CAUSAL, "visible", "bhsd"),
-    ((3, 2, 1, 265, 257), CAUSAL | {"rescale_threshold": 0.0}, "rising", "bhsd"),
+ROWS = rows()
+CHOSEN = registry()["sm_90"].forward
+CALLS = (
+    Call((1, 4, 1, 70, 150), CAUSAL),
+    Call((2, 8, 2, 1000, 1000), {"causal": "top_left"}, layout="bshd", sinks=True),
+    Call((1, 2, 2, 33, 64), layout="padded"),
+    Call((4, 40, 8, 517, 517)),  # several tiles for every CTA
+    Call((4, 40, 8, 517, 901), CAUSAL, "rising"),
+    Call((1, 6, 2, 450, 777), {"window": (60, 5), "window_align": "bottom_right", "scale": -0.2}, "rising", "bshd"),
+    Call((1, 4, 1, 500, 900), CAUSAL | {"window": (300, None)}, "large"),
+    Call((1, 4, 1, 900, 500), CAUSAL, sinks=True),  # rows and tiles without keys
+    Call((2, 4, 2, 1, 65), CAUSAL),
+    Call((1, 4, 1, 1, 1), CAUSAL),
+    Call((1, 7, 1, 300, 300), {"causal": "top_left"}, "large"),
+    Call((1, 2, 1, 400, 400), {"window": (None, 40), "scale": 0.0}),
+    Call((1, 4, 1, 200, 370), CAUSAL, "huge"),
+    Call((1, 4, 1, 237, 297), CAUSAL, "hidden"),
+    Call((1, 4, 1, 237, 297), CAUSAL, "visible"),
+    Call((3, 2, 1, 265, 257), CAUSAL | {"rescale_threshold": 0.0}, "rising"),
+    Call((2, 4, 1, 300, 700), CAUSAL | {"softcap": 20.0}, "large", sinks=True),
+    Call((1, 4, 2, 300, 700), {"softcap": 200.0, "scale": -1.0}),
+    Call((1, 4, 2, 300, 700), {"softcap": 20.0}, "hidden"),
+    Call((4, 4, 2, 300, 700), CAUSAL, lengths=(0, 700, 130, 600), sinks=True),
+    Call((3, 4, 2, 300, 700), {"window": (200, None), "window_align": "top_left"}, "hidden", lengths=(1, 699, 130)),
+    Call((1, 8, 2, 3000, 4000), CAUSAL, offsets=((0, 700, 700, 1300, 2900), (0, 300, 310, 1420, 3800))),
+    Call((1, 40, 8, 3000, 3000), {"softcap": 20.0}, "large", "bshd", True, offsets=((0, 1, 1300, 3000),) * 2),
+    Call((1, 2, 1, 500, 300), CAUSAL, "hidden", offsets=((0, 100, 480), (0, 150, 299))),
 )
 
 
-def run(row: HopperTile, call: Call, dim: int, dtype: torch.dtype, device: str) -> tuple[bool, str]:
-    shape, rules, data, layout = call
-    rules = dict(rules)
-    threshold = rules.pop("rescale_threshold", None)
-    q, k, v = make_qkv(*shape, dim, dtype=dtype, seed=sum(shape))
-    EDITS[data](q, k, v)
-    q, k, v = (laid_out(t, layout, 8).to(device) for t in (q, k, v))
-    problem = Problem.from_call(q, k, v, return_lse=True, rescale_threshold=threshold, **rules)
+def run(row: HopperTile, call: Call, dims: tuple[int, int], dtype: torch.dtype, device: str) -> tuple[bool, str]:
+    (q, k, v), extras, problem = call.inputs(dims, dtype, sum(call.shape), device)
     arch = arches.of(q.device)
-    if row.refusal(problem, arch):
-        row = replace(row, when=type(row.when)(head_dims=row.when.head_dims))  # size is a matter of speed
+    row = replace(row, when=When())  # size is a matter of speed
     assert row.refusal(problem, arch) is None, row.refusal(problem, arch)
-    out = torch.full_like(q, torch.nan)
+    out = torch.full((*q.shape[:3], dims[1]), torch.nan, dtype=dtype, device=device)
     lse = torch.full(q.shape[:3], torch.nan, device=device)
     launch = row.prepare(problem, replace(plan(problem, arch), tile=row))
     for _ in range(2):  # the second call launches the binary directly
-        launch(q, k, v, out, lse)
+        launch(q, k, v, out, lse, extras)
     first = out.clone()
-    launch(q, k, v, out, lse)
+    launch(q, k, v, out, lse, extras)
     if not torch.equal(first.view(torch.int16), out.view(torch.int16)):
         return False, "not the same bits again"
-    budgets = check_attention(out, lse, q, k, v, problem)
+    budgets = check_attention(out, lse, q, k, v, problem, extras)
     return all(b.ok for b in budgets), "; ".join(map(str, budgets))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_rows_on_the_gpu(row: HopperTile, dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize("which", range(len(CALLS)))
+@pytest.mark.parametrize("index", range(len(ROWS)), ids=[row.name for row in ROWS])
+def test_rows_on_the_gpu(index: int, which: int, device: str) -> None:
     if device != "cuda" or arches.of(torch.device(device)).id != "sm_90":
         pytest.skip(f"needs an H100 or H200: this is {arches.of(torch.device(device)).id}")
+    row, call = ROWS[index], CALLS[which]
+    full, *others = head_dims(row)
+    dims = [full, *others] if which % 4 == index % 4 else [full]
     wrong = []
-    for call in CALLS:
-        for dim in row.when.head_dims or ():
+    for dim in dims:
+        for dtype in (torch.bfloat16, torch.float16) if which % 2 == index % 2 else (torch.bfloat16,):
             ok, why = run(row, call, dim, dtype, device)
             if not ok:
-                wrong.append(f"{call} {dim}: {why}")
+                wrong.append(f"{call} {dim} {dtype}: {why}")
     assert not wrong, "\n".join(wrong)
 
 
@@ -91,16 +92,18 @@ BANDS: tuple[dict[str, Any], ...] = ({}, {"causal": "top_left"}, {"causal": "top
 
 
 INDICES = [
-    pytest.param(i, id=row.name, marks=() if row in TABLE.forward else pytest.mark.slow) for i, row in enumerate(ROWS)
+    pytest.param(i, id=row.name, marks=() if row in CHOSEN else pytest.mark.slow) for i, row in enumerate(ROWS)
 ]  # those that dispatch takes, by default
 
 
 @pytest.mark.parametrize("index", INDICES)
 def test_rows_in_the_simulator(index: int, sim: Worker) -> None:
-    dim = (ROWS[index].when.head_dims or (64,))[0]
-    of = list(range(10))
-    wrong = sim.call("simulated:seeds", index, dim, "bf16", of[::2])
-    wrong += sim.call("simulated:seeds", index, dim, "fp16", of[1::2])
+    full, *others = head_dims(ROWS[index])
+    of = list(range(12))
+    wrong = sim.call("simulated:seeds", index, full, "bf16", of[::2])
+    wrong += sim.call("simulated:seeds", index, full, "fp16", of[1::2])
+    for i, dims in enumerate(others):  # columns to spare: a plain and a packed call
+        wrong += sim.call("simulated:seeds", index, dims, ("bf16", "fp16")[i % 2], [2 + i, 10])
     assert not wrong, "\n".join(wrong)
 
 
@@ -109,7 +112,7 @@ def test_ptxas_has_nothing_to_say(index: int, sim: Worker) -> None:
     """One advisory C75xx serialises every product of the kernel, and the time doubles."""
     row = ROWS[index]
     for rules in BANDS if row.tuned else BANDS[1:2]:
-        report = sim.call("simulated:assembled", index, (row.when.head_dims or (64,))[0], "bf16", rules)
+        report = sim.call("simulated:assembled", index, head_dims(row)[0], "bf16", rules)
         assert not report["advisories"] and report["wgmma"] > 0, f"{rules}: {report}"
         assert not (row.tuned and report["spills"]), f"{rules}: {report}"
 
@@ -117,30 +120,55 @@ def test_ptxas_has_nothing_to_say(index: int, sim: Worker) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("index", range(len(ROWS)), ids=[row.name for row in ROWS])
 def test_many_schedules(index: int, sim: Worker) -> None:
-    dim = (ROWS[index].when.head_dims or (64,))[0]
     for dtype in ("bf16", "fp16"):
-        wrong = sim.call("simulated:seeds", index, dim, dtype, list(range(25)))
+        wrong = sim.call("simulated:seeds", index, head_dims(ROWS[index])[0], dtype, list(range(25)))
         assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("index", [i for i, row in enumerate(ROWS) if row in TABLE.forward])
+@pytest.mark.parametrize("index", [i for i, row in enumerate(ROWS) if row in CHOSEN])
 def test_a_dropped_synchronisation_is_found(index: int, sim: Worker) -> None:
-    count, survived = sim.call("simulated:mutants", index, (ROWS[index].when.head_dims or (64,))[0], list(range(4)))
+    count, survived = sim.call("simulated:mutants", index, head_dims(ROWS[index])[0], list(range(4)))
     assert count > 40 and len(survived) <= 0.05 * count, f"{len(survived)} of {count}: {survived}"
 
 
 def test_descriptors_follow_the_tensors_of_a_call() -> None:
     problem = Problem.from_shape((1, 4, 2, 256, 256, 128), "bf16")
-    launch = next(row for row in ROWS if row.when.head_dims == (128,)).prepare(problem, None)  # type: ignore[arg-type]
+    launch = next(row for row in ROWS if row.width == 128).prepare(problem, None)  # type: ignore[arg-type]
     calls = []
     for _ in range(2):
         q, k, v = make_qkv(1, 4, 2, 256, 256, 128, dtype=torch.bfloat16)
         out, lse = torch.empty_like(q), torch.empty(0)
         arguments = launch.arguments(q, k, v, out, lse)
         assert [view.ptr is t for view, t in zip(arguments[:4], (q, k, v, out), strict=True)] == [True] * 4
-        assert [tile.base is t for tile, t in zip(arguments[5:9], (q, k, v, out), strict=True)] == [True] * 4
+        assert [tile.base is t for tile, t in zip(arguments[6:10], (q, k, v, out), strict=True)] == [True] * 4
         calls.append(arguments)
-    for first, second in zip(calls[0][5:9], calls[1][5:9], strict=True):
+    for first, second in zip(calls[0][6:10], calls[1][6:10], strict=True):
         assert first is not second and first.base is not second.base
         assert (first.shape, first.strides, first.block_shape) == (second.shape, second.strides, second.block_shape)
+
+
+RAGGED = [
+    *(call for call in CALLS if call.lengths or call.offsets[0]),
+    Call((1, 5, 5, 900, 900), {"window": (100, 3), "window_align": "top_left"}, offsets=((0, 900), (0, 900))),
+    Call((1, 2, 1, 300, 200), offsets=((0,) * 140 + (300,), (0,) * 140 + (200,))),  # more slots than a program places
+    Call((130, 1, 1, 129, 64), CAUSAL, lengths=tuple(range(65)) * 2),
+]
+
+
+@pytest.mark.parametrize("call", RAGGED, ids=lambda call: f"{call.shape}")
+def test_the_schedule_of_ragged_problems(call: Call, device: str) -> None:
+    """The kernel that makes it, beside a Python twin; every CTA count deals it anew."""
+    (q, *_), extras, problem = call.inputs((128, 128), torch.bfloat16, 0, device)
+    for heads_together, ctas in ((None, 7), (3, 132), (1, 1)):
+        launch = next(row for row in ROWS if row.width == 128).prepare(problem, None)  # type: ignore[arg-type]
+        launch.ctas = ctas
+        if heads_together:
+            launch.heads_together = heads_together
+        for _ in range(2):
+            table = launch._arrange(extras, q.device).cpu()
+            expected = arranged(launch, extras, q.device)
+            assert table.shape == expected.shape
+            assert torch.equal(table[..., 0], expected[..., 0])
+            work = expected[..., 0] >= 0
+            assert torch.equal(table[work], expected[work])

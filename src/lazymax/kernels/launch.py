@@ -81,7 +81,7 @@ def constant(value: Any) -> Any:
     return value if value is None or callable(value) else tl.constexpr(value)
 
 
-def _per_head(t: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
+def per_head(t: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
     """A (H,) or (B, H) tensor and its batch stride."""
     if t is None:
         return None, 0
@@ -232,12 +232,12 @@ class ForwardLaunch:
             p.scale if p.modified else None,
             1.0 / p.softcap if 0 < p.softcap < NO_SOFTCAP else None,
             p.softcap or None,
-            *_per_head(extras.alibi_slopes),
+            *per_head(extras.alibi_slopes),
             mask,
             *steps,
             tuple(extras.score_args),
             tuple(extras.mask_args),
-            *_per_head(extras.sinks),
+            *per_head(extras.sinks),
             extras.dropout_seed,
             p.dropout_p if p.dropout_p else None,
             (1.0 / keep if keep else 0.0) if p.dropout_p else None,

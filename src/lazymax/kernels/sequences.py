@@ -35,8 +35,8 @@ def find(slot, cu_seqlens_q, count, steps, total_q, BLOCK_M: tl.constexpr):
     total_q // BLOCK_M + count + 1 slots serve any lengths, and no length has to be known on the host. The rows behind
     the last offset are one more sequence, number `count`, which has no keys.
     """
-    low = 0 * count
-    high = count
+    low = 0 * slot  # a tensor where the slots are one
+    high = low + count
     for _ in tl.range(0, steps):
         middle = (low + high + 1) // 2
         inside = offset_at(cu_seqlens_q, middle, count, total_q) // BLOCK_M + middle <= slot

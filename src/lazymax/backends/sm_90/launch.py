@@ -14,10 +14,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ...arch import by_name
 from ...compat.tritons import release
 from ...extras import NO_EXTRAS, Extras
-from ...kernels.launch import constant, positive_scale, start, view_strides
+from ...kernels.launch import LOG2E, constant, per_head, positive_scale, start, view_strides
 from ...kernels.memory import View
-from ...problem import Problem
-from .kernels.forward import Config, attention_forward
+from ...kernels.sequences import Lengths
+from ...problem import Problem, default_threshold
+from .kernels.forward import Config, Modifiers, attention_forward
+from .kernels.layouts import out_width, width
+from .kernels.schedule import CHUNK, arrange
 from .rows import HopperTile
 
 L2_BUDGET = 24 << 20  # bytes of K and V that heads worked on side by side may have; the L2 has 50 MB
@@ -34,8 +37,28 @@ def key_blocks(first_row: int, problem: Problem, tile: HopperTile) -> int:
     return max(-(-end // tile.block_n) - first, 1)
 
 
+def cost(first_row: int, problem: Problem, tile: HopperTile) -> float:
+    """Of a tile, in key blocks. Those that some consumers leave out take less time, though not in proportion."""
+    visits = key_blocks(first_row, problem, tile)
+    if not tile.skip:
+        return visits
+    stop = -(-_keys_before(first_row + tile.block_m, problem) // tile.block_n)
+    own = 0
+    for row in range(first_row, first_row + tile.block_m, 64):
+        inside = row < problem.q_len
+        left_out = stop - -(-_keys_before(row + 64, problem) // tile.block_n) if inside else visits
+        own += visits - max(0, min(left_out, visits - 1))
+    return round(0.4 * visits + 0.6 * own / tile.warpgroups, 2)
+
+
+def _keys_before(stop_row: int, problem: Problem) -> int:
+    """The end of the keys that the rows before stop_row see."""
+    p = problem
+    return p.kv_len if p.last_offset is None else min(p.kv_len, max(min(stop_row, p.q_len) + p.last_offset, 0))
+
+
 @functools.lru_cache(maxsize=64)
-def schedule(costs: tuple[int, ...], heads: int, side_by_side: int, ctas: int, device: torch.device) -> torch.Tensor:
+def schedule(costs: tuple[float, ...], heads: int, side_by_side: int, ctas: int, device: torch.device) -> torch.Tensor:
     """(rounds, CTAs) int32: the tile that each CTA takes in each round, head << 16 | row block, -1 for none.
 
     costs: key blocks of each row block. Heads go in groups of `side_by_side`, whose K and V stay in the L2; in a group
@@ -54,7 +77,7 @@ def schedule(costs: tuple[int, ...], heads: int, side_by_side: int, ctas: int, d
     return table.to(device)
 
 
-def _longest_first(order: list[int], costs: tuple[int, ...], ctas: int) -> torch.Tensor:
+def _longest_first(order: list[int], costs: tuple[float, ...], ctas: int) -> torch.Tensor:
     """Each tile to the CTA with the least to do."""
     given: list[list[int]] = [[] for _ in range(ctas)]
     load = [(0.0, cta) for cta in range(ctas)]
@@ -79,12 +102,11 @@ def keeps_queries() -> bool:
     return release(triton.__version__) < (3, 7)
 
 
-def describe(t: torch.Tensor, rows: int) -> TensorDescriptor:
-    """Descriptor whose blocks are `rows` rows of one head. Dimensions of size 1 get a stride that the hardware accepts
-    (it is never used)."""
-    dim = t.shape[3]
-    strides = [stride if size > 1 else dim for size, stride in zip(t.shape[:3], t.stride()[:3], strict=True)]
-    return TensorDescriptor(t, list(t.shape), [*strides, 1], [1, 1, rows, dim], _shared_layout(dim))
+def describe(t: torch.Tensor, rows: int, cols: int) -> TensorDescriptor:
+    """Descriptor whose blocks are `rows` x `cols` of one head. Dimensions of size 1 get a stride that the hardware
+    accepts (it is never used)."""
+    strides = [stride if size > 1 else 64 for size, stride in zip(t.shape[:3], t.stride()[:3], strict=True)]
+    return TensorDescriptor(t, list(t.shape), [*strides, 1], [1, 1, rows, cols], _shared_layout(cols))
 
 
 def rebased(descriptor: TensorDescriptor, t: torch.Tensor) -> TensorDescriptor:
@@ -111,10 +133,13 @@ class HopperLaunch:
     config: Config
     options: dict[str, Any]
     ctas: int | None = None  # at most, side by side; None: one for each multiprocessor
-    table: torch.Tensor | None = None  # see `schedule`
+    table: torch.Tensor | None = None  # see `schedule`; ragged problems have another in every call
+    side_by_side: int | None = None  # CTAs of a call
+    heads_together: int | None = None  # at most, see `schedule`
     strides: tuple[tuple[int, ...], ...] | None = None  # of the views of q, k, v, out
     descriptors: tuple[TensorDescriptor, ...] | None = None  # of the first call's tensors
     binary: Callable[..., None] | None = None
+    arranging: Callable[..., None] | None = None  # binary of `arrange`
 
     @classmethod
     def of_forward(cls, problem: Problem, tile: HopperTile) -> "HopperLaunch":
@@ -125,12 +150,22 @@ class HopperLaunch:
             WARPGROUPS=tile.warpgroups,
             SLOTS=tile.num_stages,
             D=p.head_dim,
+            D_V=p.v_head_dim,
             HAS_FIRST=p.first_offset is not None,
             HAS_LAST=p.last_offset is not None,
+            RAGGED=p.ragged,
+            PACKED=p.packed is not None,
+            BOTTOM_RIGHT=p.align == "bottom_right",
             NEGATE=p.scale < 0,
+            SOFTCAP=p.softcap > 0,
+            SINKS=p.sinks,
             STORE_LSE=p.return_lse,
             TURNS=tile.turns,
-            QUERY_REGISTERS=tile.query_registers and keeps_queries(),
+            # The sums raise a pivot lazily, whatever the threshold is; fp16 has not the range for it.
+            BY_SUM=p.dtype == "bfloat16" and p.rescale_threshold == default_threshold(None),
+            SKIP=tile.skip,
+            QUERY_TILES=tile.query_tiles,
+            QUERY_REGISTERS=tile.query_registers and keeps_queries() and not p.softcap,  # which needs the registers
             REGISTERS=tile.max_registers,
         )
         # Triton's default for fusion flips in 3.10; the fused exponent wants it.
@@ -138,18 +173,48 @@ class HopperLaunch:
 
     @property
     def grid(self) -> tuple[int, int, int]:
-        """Known once the schedule is."""
-        assert self.table is not None
-        return self.table.shape[1], 1, 1
+        """Known once the first arguments are."""
+        assert self.side_by_side is not None
+        return self.side_by_side, 1, 1
+
+    def _heads_together(self, heads: int) -> int:
+        """Of `heads`, those worked on side by side."""
+        p = self.problem
+        bytes_of_head = p.kv_len * (p.head_dim + p.v_head_dim) * 2 // p.group
+        return max(1, min(heads, self.heads_together or heads, L2_BUDGET // max(1, bytes_of_head)))
 
     def _schedule(self, device: torch.device) -> torch.Tensor:
         p, tile = self.problem, self.tile
-        costs = tuple(key_blocks(row, p, tile) for row in range(0, p.q_len, tile.block_m))
+        costs = tuple(cost(row, p, tile) for row in range(0, p.q_len, tile.block_m))
         heads = p.batch * p.q_heads
-        bytes_of_head = p.kv_len * (p.head_dim + p.v_head_dim) * 2 // p.group
-        side_by_side = max(1, min(heads, L2_BUDGET // max(1, bytes_of_head)))
         ctas = min(len(costs) * heads, self.ctas or multiprocessors(device))
-        return schedule(costs, heads, side_by_side, ctas, device)
+        return schedule(costs, heads, self._heads_together(heads), ctas, device)
+
+    def _arrange(self, extras: Extras, device: torch.device) -> torch.Tensor:
+        """The schedule of a ragged problem, made on the device in every call."""
+        p, tile, config = self.problem, self.tile, self.config
+        slots = p.q_tiles(tile.block_m)
+        tiles = slots * p.q_heads
+        ctas = min(tiles, self.ctas or multiprocessors(device))
+        rounds = -(-tiles // ctas)
+        table = torch.empty(rounds, ctas, 8, dtype=torch.int32, device=device)
+        if device.type != "meta":
+            lengths = Lengths(extras.seqlens_k)
+            if p.packed:
+                lengths = Lengths(None, extras.cu_seqlens_q, extras.cu_seqlens_k, p.batch, p.batch.bit_length())
+            band = (p.first_offset or 0, p.last_offset or 0)
+            arguments = (
+                table, slots, p.slots(tile.block_m), p.q_heads, self._heads_together(p.q_heads), ctas, rounds * ctas,
+                *(p.packed or (p.q_len, p.kv_len)), *band, lengths, tile.block_m, tile.block_n, config.HAS_FIRST,
+                config.HAS_LAST, config.BOTTOM_RIGHT,
+            )  # fmt: skip
+            if self.arranging is not None:
+                self.arranging(*arguments)
+            else:
+                grid = (-(-slots // CHUNK.value), 1, 1)
+                built = arrange[grid](*arguments)
+                self.arranging = built[grid] if built is not None else None
+        return table
 
     def arguments(
         self,
@@ -160,22 +225,36 @@ class HopperLaunch:
         lse: torch.Tensor,
         extras: Extras = NO_EXTRAS,
     ) -> tuple[Any, ...]:
-        """Positional arguments of the kernel; the first call makes the schedule."""
+        """Positional arguments of the kernel; the first call makes the schedule, of ragged problems every call."""
         p, tensors = self.problem, (q, k, v, out)
-        if self.table is None:
-            self.table = self._schedule(q.device)
+        table = self.table
+        if p.ragged:
+            table = self._arrange(extras, q.device)
+        elif table is None:
+            table = self.table = self._schedule(q.device)
+        self.side_by_side = table.shape[1]
         if self.strides is None:
             self.strides = tuple(view_strides(t) for t in tensors)
         views = (View(t, *steps) for t, steps in zip(tensors, self.strides, strict=True))
         if self.descriptors is None:
-            keys = self.tile.block_n
-            self.descriptors = tuple(describe(t, n) for t, n in zip(tensors, (64, keys, keys, 64), strict=True))
+            keys, dim, v_dim = self.tile.block_n, width(p.head_dim), width(p.v_head_dim)
+            self.descriptors = (
+                describe(q, 64, dim), describe(k, keys, dim), describe(v, keys, v_dim),
+                describe(out, 64, out_width(p.v_head_dim)),
+            )  # fmt: skip
         tiles = (rebased(descriptor, t) for descriptor, t in zip(self.descriptors, tensors, strict=True))
         band = (p.first_offset or 0, p.last_offset or 0)
         return (
-            *views, lse, *tiles, self.table, self.table.shape[0], positive_scale(p), p.rescale_threshold, p.q_len,
-            p.kv_len, *band, p.q_heads, p.group, self.config,
+            *views, lse, q.shape[2], *tiles, table, table.shape[0], LOG2E if p.softcap else positive_scale(p),
+            p.rescale_threshold, p.q_len, p.kv_len, *band, p.q_heads, p.group, self._modifiers(lse, extras),
+            self.config,
         )  # fmt: skip
+
+    def _modifiers(self, unused: torch.Tensor, extras: Extras) -> Modifiers:
+        p = self.problem
+        sinks, batch_stride = per_head(extras.sinks) if extras.sinks is not None else (unused, 0)
+        factor = 2.0 * LOG2E * p.scale / p.softcap if p.softcap else 0.0
+        return Modifiers(sinks, batch_stride, p.softcap, factor)
 
     def __call__(
         self,
@@ -186,4 +265,4 @@ class HopperLaunch:
         lse: torch.Tensor,
         extras: Extras = NO_EXTRAS,
     ) -> None:
-        start(self, self.arguments(q, k, v, out, lse))
+        start(self, self.arguments(q, k, v, out, lse, extras))

@@ -10,7 +10,8 @@ from .. import HALF, Tile
 if TYPE_CHECKING:
     from ...dispatch import Plan
 
-HEAD_DIMS = (64, 128)  # D, which is D_v too
+WIDTHS = (64, 128, 256)  # of tiles in shared memory
+SOFTCAPS = {"float16": 256.0, "bfloat16": 1024.0}  # above, 2.4e-7 of it would show beside the rounding of a probability
 MAX_ROW_BLOCKS = 2**16  # a tile of the schedule is row block + 2**16 * (batch * q_heads + head), in 31 bits
 MAX_HEADS = 2**15 - 1
 MAX_TILES = 2**20  # the host makes the schedule, once for a problem: half a second for so many
@@ -25,7 +26,11 @@ class HopperTile(Tile):
     num_stages: int = 2
     max_registers: int | None = 240  # of a thread of a consumer; 160 for three consumers
     descriptors: bool = True
+    width: int  # columns of Q and K in shared memory; for head dims above half of it, 64 for 64 alone
+    v_width: int | None = None  # of V and O, None: as wide; for head dims of v up to it
     turns: bool = True  # consumers take turns in issuing their products
+    skip: bool = False  # a consumer leaves out the blocks that none of its rows sees
+    query_tiles: int = 1  # of each consumer in shared memory; with 2 the next tile's come early
     query_registers: bool = False  # Q in registers, not in shared memory; below Triton 3.7, see launch.keeps_queries
 
     @property
@@ -35,7 +40,7 @@ class HopperTile(Tile):
 
     @property
     def name(self) -> str:
-        words = {"q": self.query_registers, "turns": self.turns}
+        words = {"q": self.query_registers, "turns": self.turns, "skip": self.skip, "q2": self.query_tiles == 2}
         said = [f"{self.block_m}x{self.block_n}", f"s{self.num_stages}", *(word for word, on in words.items() if on)]
         return "-".join(("ws", *said))
 
@@ -48,21 +53,33 @@ class HopperTile(Tile):
 
     def refusal(self, problem: Problem, arch: Arch) -> str | None:
         p = problem
-        if not p.plain or p.ragged:
-            return "for a band and a length alone: no mask, softcap, ALiBi, sinks, mods, dropout or ragged lengths"
+        if p.mask or p.mask_mod or p.score_mod or p.alibi or p.dropout_p:
+            return "takes no mask, mod, ALiBi or dropout"
         if p.dtype not in HALF:
             return f"for {' and '.join(HALF)}, got {p.dtype}"
-        if p.head_dim not in HEAD_DIMS or p.v_head_dim != p.head_dim:
-            given = f"{p.head_dim}" + (f", {p.v_head_dim} of v" if p.v_head_dim != p.head_dim else "")
-            return f"for head dims {' and '.join(map(str, HEAD_DIMS))}, got {given}"
+        if p.softcap > SOFTCAPS[p.dtype]:
+            return f"takes a softcap of {SOFTCAPS[p.dtype]:g} at most in {p.dtype}, got {p.softcap:g}"
+        if not self._fits(p.head_dim, p.v_head_dim):
+            return f"for head dims {self._head_dims}, got {p.head_dim} and {p.v_head_dim} of v"
         if arch.matrix_unit != "wgmma" or not arch.descriptors:
             return f"needs warpgroup products and tensor descriptors, {arch.id} has not both"
         if p.descriptor_refusal:
             return f"needs tensor descriptors: {p.descriptor_refusal}"
         return self._too_large(p) or self.when.refusal(p, arch, self.block_m)
 
+    def _fits(self, dim: int, v_dim: int) -> bool:
+        least = self.width // 2 + 8 if self.width > 64 else 64
+        return dim % 8 == v_dim % 8 == 0 and least <= dim <= self.width and 64 <= v_dim <= (self.v_width or self.width)
+
+    @property
+    def _head_dims(self) -> str:
+        own = "64" if self.width == 64 else f"{self.width // 2 + 8} to {self.width}"
+        return f"{own} with 64 to {self.v_width or self.width} of v, multiples of 8"
+
     def _too_large(self, p: Problem) -> str | None:
-        row_blocks, heads = -(-p.q_len // self.block_m), p.batch * p.q_heads
+        row_blocks, heads = p.slots(self.block_m), p.batch * p.q_heads
+        if p.ragged:  # the schedule is made on the device, see schedule.py
+            row_blocks, heads = p.q_tiles(self.block_m), p.q_heads
         if row_blocks > MAX_ROW_BLOCKS:
             return f"takes {MAX_ROW_BLOCKS * self.block_m} queries at most, got {p.q_len}"
         if heads > MAX_HEADS:

@@ -50,6 +50,12 @@ def turn(SYNC: gl.constexpr, WARPGROUP: gl.constexpr):
 
 
 @gluon.jit
+def reciprocal(x):
+    """To one unit in the last place, in one instruction where a division takes four."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def here(x):
     """x (int32), computed at this place and by itself. Left alone, the compiler prepares the masks before the loop over
     tiles, merges into them what does not change, and keeps it in registers: at 160 registers 16 to 32 bytes of spills.

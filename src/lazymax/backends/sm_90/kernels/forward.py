@@ -20,7 +20,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ....kernels.softmax import NEVER
 from . import assembly, bounds, copies, guarded, layouts, softmax
 
 
@@ -30,14 +29,32 @@ class Config(NamedTuple):
     BLOCK_N: Any  # keys of a block
     WARPGROUPS: Any  # consumers, 64 rows each
     SLOTS: Any  # of the ring, a power of two: an index by division costs registers
-    D: Any
+    D: Any  # of q and k
+    D_V: Any
     HAS_FIRST: Any  # the band has a left bound
     HAS_LAST: Any  # the band has a right bound
+    RAGGED: Any  # every batch element or packed sequence has its own lengths
+    PACKED: Any
+    BOTTOM_RIGHT: Any  # the band's alignment, where ragged
     NEGATE: Any  # the scale is negative: scores change sign
+    SOFTCAP: Any
+    SINKS: Any
     STORE_LSE: Any
     TURNS: Any  # consumers take turns in issuing their products
+    BY_SUM: Any  # pivots are raised by the sums, not by the maxima, see softmax.py
+    SKIP: Any  # a consumer leaves out the blocks that none of its rows sees
+    QUERY_TILES: Any  # of each consumer in shared memory, a power of two
     QUERY_REGISTERS: Any  # Q in registers instead of shared memory
     REGISTERS: Any  # of a thread of a consumer; the first gets what the others leave
+
+
+class Modifiers(NamedTuple):
+    """Arguments of features; those that a build lacks are not read."""
+
+    sinks: Any  # (Hq,) or (B, Hq), one logit per head
+    sinks_batch_stride: Any
+    softcap: Any  # natural units
+    cap_factor: Any  # 2 * log2(e) * scale / softcap
 
 
 class Call(NamedTuple):
@@ -48,6 +65,7 @@ class Call(NamedTuple):
     v: Any
     out: Any
     lse: Any
+    lse_rows: Any
     q_tiles: Any
     k_tiles: Any
     v_tiles: Any
@@ -62,13 +80,14 @@ class Call(NamedTuple):
     last_offset: Any
     q_heads: Any
     group: Any
+    modifiers: Any
 
 
 class Shared(NamedTuple):
     """Shared memory and its barriers."""
 
-    q: Any  # a tile for each consumer
-    out: Any
+    q: Any  # QUERY_TILES for each consumer
+    out: Any  # a tile for each consumer, or half of one
     k: Any  # a tile for each slot
     v: Any
     q_full: Any
@@ -90,53 +109,63 @@ def _wait_full(shared, count, config):
 
 
 @gluon.jit
-def _produce_queries(shared, call, batch, head, first_row, i, config):
+def _query_tile(i, config, W: gl.constexpr):
+    """Where Q of consumer W lies for the i-th tile."""
+    return (i & (config.QUERY_TILES - 1)) * config.WARPGROUPS + W
+
+
+@gluon.jit
+def _query_phase(i, config):
+    return (i // config.QUERY_TILES) & 1
+
+
+@gluon.jit
+def _produce_queries(shared, call, span, i, config):
     for w in gl.static_range(config.WARPGROUPS):
-        mbarrier.wait(shared.q_empty.index(w), (i & 1) ^ 1)
-        mbarrier.expect(shared.q_full.index(w), 64 * config.D * 2)
-        copies.load(call.q_tiles, [batch, head, first_row + w * 64, 0], shared.q_full.index(w),
-                                        shared.q.index(w))
+        place = _query_tile(i, config, w)
+        full = shared.q_full.index(place)
+        mbarrier.wait(shared.q_empty.index(place), _query_phase(i, config) ^ 1)
+        mbarrier.expect(full, 64 * layouts.width(config.D) * 2)
+        row = span.q_row + span.first_row + w * 64
+        copies.load(call.q_tiles, [span.slab, span.head, row, 0], full, shared.q.index(place))
 
 
 @gluon.jit
 def _produce(shared, call, config):
     """The producer warp: Q, K and V of all tiles of this CTA."""
-    BYTES: gl.constexpr = config.BLOCK_N * config.D * 2
+    K_BYTES: gl.constexpr = config.BLOCK_N * layouts.width(config.D) * 2
+    V_BYTES: gl.constexpr = config.BLOCK_N * layouts.width(config.D_V) * 2
     count = 0
     for i in range(call.rounds):
-        row_block, head_index = bounds.tile(i, call)
-        if head_index >= 0:
-            batch = head_index // call.q_heads
-            head = head_index % call.q_heads
-            kv_head = head // call.group
-            first_row = row_block * (64 * config.WARPGROUPS)
-            first, stop = bounds.key_blocks(first_row, call, config)
-            _produce_queries(shared, call, batch, head, first_row, i, config)
+        span = bounds.tile(i, call, config)
+        if span.head >= 0:
+            slab = span.slab
+            kv_head = span.head // call.group
+            first, stop = bounds.key_blocks(span, config)
+            _produce_queries(shared, call, span, i, config)
             # The first slot of a tile has K only, the last V only.
             for visit in range(stop - first + 1):
-                row = (stop - 1 - visit) * config.BLOCK_N
+                row = span.k_row + (stop - 1 - visit) * config.BLOCK_N
                 slot = _slot(count, config)
                 full = shared.full.index(slot)
                 mbarrier.wait(shared.empty.index(slot), ((count // config.SLOTS) & 1) ^ 1)
                 if visit == 0:
-                    mbarrier.expect(full, BYTES)
-                    copies.load(call.k_tiles, [batch, kv_head, row, 0], full, shared.k.index(slot))
+                    mbarrier.expect(full, K_BYTES)
+                    copies.load(call.k_tiles, [slab, kv_head, row, 0], full, shared.k.index(slot))
                 elif visit == stop - first:
-                    mbarrier.expect(full, BYTES)
-                    copies.load(call.v_tiles, [batch, kv_head, row + config.BLOCK_N, 0], full,
-                                                    shared.v.index(slot))
+                    mbarrier.expect(full, V_BYTES)
+                    copies.load(call.v_tiles, [slab, kv_head, row + config.BLOCK_N, 0], full, shared.v.index(slot))
                 else:
-                    mbarrier.expect(full, 2 * BYTES)
-                    copies.load(call.k_tiles, [batch, kv_head, row, 0], full, shared.k.index(slot))
-                    copies.load(call.v_tiles, [batch, kv_head, row + config.BLOCK_N, 0], full,
-                                                    shared.v.index(slot))
+                    mbarrier.expect(full, K_BYTES + V_BYTES)
+                    copies.load(call.k_tiles, [slab, kv_head, row, 0], full, shared.k.index(slot))
+                    copies.load(call.v_tiles, [slab, kv_head, row + config.BLOCK_N, 0], full, shared.v.index(slot))
                 count += 1
 
 
 @gluon.jit
 def _issue_scores(q, shared, slot, config):
     """Q K^T, under way."""
-    k = shared.k.index(slot).reshape([config.BLOCK_N, config.D]).permute((1, 0))
+    k = shared.k.index(slot).reshape([config.BLOCK_N, layouts.width(config.D)]).permute((1, 0))
     zeros = gl.zeros([64, config.BLOCK_N], gl.float32, layouts.accumulator(config.BLOCK_N))
     return warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
 
@@ -144,13 +173,16 @@ def _issue_scores(q, shared, slot, config):
 @gluon.jit
 def _issue_values(p, acc, shared, slot, config):
     """acc + P V, under way."""
-    return warpgroup_mma(p, shared.v.index(slot).reshape([config.BLOCK_N, config.D]), acc, is_async=True)
+    v = shared.v.index(slot).reshape([config.BLOCK_N, layouts.width(config.D_V)])
+    return warpgroup_mma(p, v, acc, is_async=True)
 
 
 @gluon.jit
-def _settle(s, config):
+def _settle(s, call, config):
     """Raw scores of the kernel's own positive scale."""
-    if config.NEGATE:
+    if config.SOFTCAP:
+        s = softmax.capped(s, call.modifiers)
+    elif config.NEGATE:
         s = -s
     return s
 
@@ -158,22 +190,38 @@ def _settle(s, config):
 @gluon.jit
 def _narrow(p, q, config):
     """P as the left operand of its product; moves no data."""
-    return gl.convert_layout(p.to(q.dtype), layouts.left_operand(config.D))
+    return gl.convert_layout(p.to(q.dtype), layouts.left_operand(layouts.width(config.D_V)))
+
+
+@gluon.jit
+def _skip(shared, count, i, call, config, W: gl.constexpr):
+    """Give back the blocks that this consumer leaves out: count."""
+    _, _, skipped, _, _, _, _ = bounds.visits(i, call, config, W)
+    for _ in range(skipped):
+        _wait_full(shared, count, config)
+        if config.TURNS:  # of the visit after this one
+            assembly.turn(True, W)
+            assembly.turn(False, (W + 1) % config.WARPGROUPS)
+        mbarrier.arrive(shared.empty.index(_slot(count, config)), count=1)
+        count += 1
+    return count
 
 
 @gluon.jit
 def _open(q, shared, count, i, call, config, W: gl.constexpr):
     """The first block of a tile, with nothing to overlap: acc (still 0), p, m, l, count."""
+    if config.SKIP:
+        count = _skip(shared, count, i, call, config, W)
     _wait_full(shared, count, config)
     s = warpgroup_mma_wait(0, [_issue_scores(q, shared, _slot(count, config), config)])
     mbarrier.arrive(shared.empty.index(_slot(count, config)), count=1)
-    _, _, _, row, key = bounds.visits(i, call, config, W)
-    s = softmax.hide(_settle(s, config), row, key, call, config)
-    ROWS: gl.constexpr = gl.SliceLayout(1, layouts.accumulator(config.BLOCK_N))
-    m = gl.maximum(softmax.row_maximum(s, ROWS), NEVER)
+    span, _, skipped, _, _, row, key = bounds.visits(i, call, config, W)
+    s = softmax.hide(_settle(s, call, config), row, key - skipped * config.BLOCK_N, span, config)
+    m = softmax.opened(s, gl.SliceLayout(1, layouts.accumulator(config.BLOCK_N)), call.scale_log2)
     p, l = softmax.probabilities(s, m, call.scale_log2)
     p = _narrow(p, q, config)
-    acc = gl.zeros([64, config.D], gl.float32, layouts.accumulator(config.D))
+    WIDTH: gl.constexpr = layouts.width(config.D_V)
+    acc = gl.zeros([64, WIDTH], gl.float32, layouts.accumulator(WIDTH))
     _wait_full(shared, count + 1, config)
     return acc, p, m, l, count + 1
 
@@ -186,20 +234,33 @@ def _visit(state, q, shared, i, call, config, W: gl.constexpr):
     block to take apart and put together again (451 become 515 at head dim 128).
     """
     acc, p, m, l, count = state
-    visits, begin, end, row, key = bounds.visits(i, call, config, W)
-    for visit in range(1, visits):
+    span, visits, skipped, begin, end, row, key = bounds.visits(i, call, config, W)
+    factor = gl.full_like(m, 1.0)  # of what was summed before
+    for visit in range(skipped + 1, visits):
         slot = _slot(count, config)
+        if config.BY_SUM:
+            m = softmax.lifted(m, factor)
         if config.TURNS:
             assembly.turn(True, W)
         s_issued = _issue_scores(q, shared, slot, config)
         acc_issued = _issue_values(p, acc, shared, slot, config)
         if config.TURNS:
             assembly.turn(False, (W + 1) % config.WARPGROUPS)
-        s = _settle(warpgroup_mma_wait(1, [s_issued]), config)
+        s = _settle(warpgroup_mma_wait(1, [s_issued]), call, config)
+        alpha = factor
         if config.HAS_FIRST or config.HAS_LAST:
             if (visit < begin) | (visit >= end):
-                s = softmax.hide(s, row, key - visit * config.BLOCK_N, call, config)
-        p_wide, alpha, m, l = softmax.step(s, m, l, call.scale_log2, call.threshold)
+                s = softmax.hide(s, row, key - visit * config.BLOCK_N, span, config)
+                if config.BY_SUM:  # a row that saw no key yet has no sum
+                    m, more = softmax.raised(s, m, call)
+                    alpha *= more
+        if not config.BY_SUM:
+            m, alpha = softmax.raised(s, m, call)
+        p_wide, sums = softmax.probabilities(s, m, call.scale_log2)
+        l = softmax.add(l, alpha, sums)
+        if config.BY_SUM:
+            # At this place its shuffles keep ptxas from moving the exponentials behind the wait for the product.
+            factor = softmax.outgrown(m, l)
         # To wait for the next slot here keeps ptxas from hoisting the wait for the product above the exponentials. P
         # goes through that wait so that it is not written while the product reads the last one: ptxas would then
         # serialise every product of the kernel (C7513).
@@ -213,54 +274,87 @@ def _visit(state, q, shared, i, call, config, W: gl.constexpr):
 
 
 @gluon.jit
+def _copy_out(o, row, column, span, out, call):
+    out.reshape(o.shape).store(o)
+    fence_async_shared()
+    copies.store(call.out_tiles, [span.slab, span.head, span.q_row + row, column], out)
+
+
+@gluon.jit
+def _store_tile(o, row, span, out, call, config):
+    """By TMA, which stops at the end of the tensor."""
+    HALF: gl.constexpr = layouts.out_width(config.D_V)
+    if o.shape[1] == HALF:
+        _copy_out(o, row, 0, span, out, call)
+    else:
+        left, right = o.reshape([64, 2, HALF]).permute((0, 2, 1)).split()
+        _copy_out(left, row, 0, span, out, call)
+        tma.store_wait(0)
+        copies.barrier()
+        _copy_out(right, row, HALF, span, out, call)
+
+
+@gluon.jit
+def _store_rows(o, row, span, call, config):
+    """From the registers: the last rows of a packed sequence, which others follow."""
+    rows = row + gl.arange(0, 64, gl.SliceLayout(1, o.type.layout))
+    cols = gl.arange(0, o.shape[1], gl.SliceLayout(0, o.type.layout))
+    base = call.out.ptr + gl.cast(span.head, gl.int64) * call.out.head_stride
+    places = base + (span.q_row + rows).to(gl.int64) * call.out.row_stride
+    inside = (rows < span.q_len)[:, None] & (cols < config.D_V)[None, :]
+    gl.store(places[:, None] + cols[None, :], o, mask=inside)
+
+
+@gluon.jit
 def _close(state, shared, i, call, config, W: gl.constexpr):
     """The product of the last block, then O and LSE of the 64 rows. Where they lie is read once more, so that the loops
     before need not hold it."""
     acc, p, m, l, count = state
-    row_block, head_index = bounds.tile(i, call)
-    row = row_block * (64 * config.WARPGROUPS) + W * 64
+    span = bounds.tile(i, call, config)
+    row = span.first_row + W * 64
     slot = _slot(count, config)
     acc_issued = _issue_values(p, acc, shared, slot, config)
     l = gl.convert_layout(gl.sum(l, 1), m.type.layout)
     rows = row + gl.arange(0, 64, m.type.layout)
-    inside = rows < call.q_len
-    inverse = gl.convert_layout(1.0 / gl.where(l == 0.0, 1.0, l), gl.SliceLayout(1, acc.type.layout))
+    inside = rows < span.q_len
+    factor, lse = softmax.finish(m, l, 1.0, call, span, config)
     tma.store_wait(0)
     acc = warpgroup_mma_wait(0, [acc_issued])
     mbarrier.arrive(shared.empty.index(slot), count=1)  # also the barrier between the wait and the next store
-    if softmax.suspect(m, l, acc, inside, call.scale_log2, shared.flags.index(W)) > 0:
-        guarded.rewrite(row_block, head_index, call, config, W)
+    if softmax.suspect(m, l, acc, inside, shared.flags.index(W)) > 0:
+        guarded.rewrite(i, call, config, W)
     else:
         if config.STORE_LSE:
-            place = call.lse + gl.cast(head_index, gl.int64) * call.q_len + rows
-            gl.store(place, softmax.lse(m, l, call.scale_log2), mask=inside)
-        out = shared.out.index(W)
-        out.reshape([64, config.D]).store((acc * inverse[:, None]).to(out.dtype))
-        fence_async_shared()
-        copies.store(call.out_tiles, [head_index // call.q_heads, head_index % call.q_heads, row, 0],
-                                        out)
+            gl.store(softmax.lse_row(call, span) + rows, lse, mask=inside)
+        o = (acc * gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))[:, None]).to(shared.out.dtype)
+        if config.PACKED:
+            if row + 64 > span.q_len:
+                _store_rows(o, row, span, call, config)
+            else:
+                _store_tile(o, row, span, shared.out.index(W), call, config)
+        else:
+            _store_tile(o, row, span, shared.out.index(W), call, config)
     return count + 1
 
 
 @gluon.jit
 def _consume(shared, call, config, W: gl.constexpr):
     """Consumer W: 64 rows of every tile of this CTA."""
-    queries = shared.q.index(W).reshape([64, config.D])
     count = 0
     if config.TURNS and W == config.WARPGROUPS - 1:
         assembly.turn(False, 0)
     for i in range(call.rounds):
-        _, head_index = bounds.tile(i, call)
-        if head_index >= 0:
-            mbarrier.wait(shared.q_full.index(W), i & 1)
-            q = queries
+        if bounds.tile(i, call, config).head >= 0:
+            place = _query_tile(i, config, W)
+            mbarrier.wait(shared.q_full.index(place), _query_phase(i, config))
+            q = shared.q.index(place).reshape([64, layouts.width(config.D)])
             if config.QUERY_REGISTERS:
-                q = queries.load(layouts.left_operand(config.BLOCK_N))
-                mbarrier.arrive(shared.q_empty.index(W), count=1)
+                q = q.load(layouts.left_operand(config.BLOCK_N))
+                mbarrier.arrive(shared.q_empty.index(place), count=1)
             state = _open(q, shared, count, i, call, config, W)
             state = _visit(state, q, shared, i, call, config, W)
             if not config.QUERY_REGISTERS:
-                mbarrier.arrive(shared.q_empty.index(W), count=1)
+                mbarrier.arrive(shared.q_empty.index(_query_tile(i, config, W)), count=1)
             count = _close(state, shared, i, call, config, W)
     tma.store_wait(0)
 
@@ -269,19 +363,22 @@ def _consume(shared, call, config, W: gl.constexpr):
 def _allocate(call, config):
     """Shared memory and barriers, ready."""
     N: gl.constexpr = config.WARPGROUPS
+    TILES: gl.constexpr = N * config.QUERY_TILES
     SLOTS: gl.constexpr = config.SLOTS
     KEYS: gl.constexpr = config.BLOCK_N
-    D: gl.constexpr = config.D
+    D: gl.constexpr = layouts.width(config.D)
+    D_V: gl.constexpr = layouts.width(config.D_V)
     L: gl.constexpr = mbarrier.MBarrierLayout()
-    q = gl.allocate_shared_memory(call.q_tiles.dtype, [N, 1, 1, 64, D], call.q_tiles.layout)
-    out = gl.allocate_shared_memory(call.q_tiles.dtype, [N, 1, 1, 64, D], call.out_tiles.layout)
+    q = gl.allocate_shared_memory(call.q_tiles.dtype, [TILES, 1, 1, 64, D], call.q_tiles.layout)
+    out = gl.allocate_shared_memory(call.q_tiles.dtype, [N, 1, 1, 64, layouts.out_width(config.D_V)],
+                                    call.out_tiles.layout)
     k = gl.allocate_shared_memory(call.q_tiles.dtype, [SLOTS, 1, 1, KEYS, D], call.k_tiles.layout)
-    v = gl.allocate_shared_memory(call.q_tiles.dtype, [SLOTS, 1, 1, KEYS, D], call.v_tiles.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [N, 1], L)
-    q_empty = gl.allocate_shared_memory(gl.int64, [N, 1], L)
+    v = gl.allocate_shared_memory(call.q_tiles.dtype, [SLOTS, 1, 1, KEYS, D_V], call.v_tiles.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [TILES, 1], L)
+    q_empty = gl.allocate_shared_memory(gl.int64, [TILES, 1], L)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], L)
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], L)
-    for w in gl.static_range(N):
+    for w in gl.static_range(TILES):
         mbarrier.init(q_full.index(w), count=1)
         mbarrier.init(q_empty.index(w), count=1)
     for slot in gl.static_range(SLOTS):
@@ -292,19 +389,21 @@ def _allocate(call, config):
     return Shared(q, out, k, v, q_full, q_empty, full, empty, flags)
 
 
-@gluon.jit(do_not_specialize=["rounds", "q_len", "kv_len", "first_offset", "last_offset", "q_heads", "group"])
-def attention_forward(q, k, v, out, lse, q_tiles, k_tiles, v_tiles, out_tiles, schedule, rounds, scale_log2, threshold,
-                      q_len, kv_len, first_offset, last_offset, q_heads, group, config):
+@gluon.jit(do_not_specialize=["lse_rows", "rounds", "q_len", "kv_len", "first_offset", "last_offset", "q_heads",
+                              "group"])
+def attention_forward(q, k, v, out, lse, lse_rows, q_tiles, k_tiles, v_tiles, out_tiles, schedule, rounds, scale_log2,
+                      threshold, q_len, kv_len, first_offset, last_offset, q_heads, group, modifiers, config):
     """out = softmax(scale * q @ k^T inside the band) @ v. Grid: (CTAs,), 4 warps and those of the other roles.
 
-    q, out (B, Hq, Sq, D), k, v (B, Hkv, Sk, D): `memory.View`s, fp16 or bf16, used by the cold path only, and
-    descriptors with blocks of 64 (q, out) or BLOCK_N rows. lse: (B, Hq, Sq) fp32, contiguous. schedule: (rounds, CTAs)
-    tiles, see `launch.schedule`. scale_log2: |scale| * log2(e), not 0. threshold: of the lazy rescale, log2 units.
-    Query i sees keys i + first_offset to i + last_offset, as far as the band has bounds. group: query heads per key
-    head.
+    q, out (B, Hq, Sq, D), k, v (B, Hkv, Sk, D): `memory.View`s, fp16 or bf16, used where TMA cannot be, and
+    descriptors with blocks of 64 (q, out) or BLOCK_N rows. v and out have D_V columns. lse: (B, Hq, lse_rows) fp32,
+    contiguous. schedule: (rounds, CTAs) tiles, see `launch.schedule`, or records of ragged lengths, see `schedule.py`.
+    scale_log2: |scale| * log2(e), not 0; log2(e) under a softcap. threshold: of the lazy rescale, log2 units. q_len,
+    kv_len: unless ragged. Query i sees keys i + first_offset to i + last_offset, as far as the band has bounds. group:
+    query heads per key head.
     """
-    call = Call(q, k, v, out, lse, q_tiles, k_tiles, v_tiles, out_tiles, schedule, rounds, scale_log2, threshold, q_len,
-                kv_len, first_offset, last_offset, q_heads, group)
+    call = Call(q, k, v, out, lse, lse_rows, q_tiles, k_tiles, v_tiles, out_tiles, schedule, rounds, scale_log2,
+                threshold, q_len, kv_len, first_offset, last_offset, q_heads, group, modifiers)
     shared = _allocate(call, config)
     R: gl.constexpr = config.REGISTERS
     if config.WARPGROUPS == 2:

@@ -17,33 +17,36 @@ COLUMNS = gl.constexpr(16)  # of O in a sweep
 
 
 @gluon.jit
-def _scores(q_rows, q_inside, k_base, k_stride, key, kv_len, config):
+def _scores(q_rows, q_inside, k_base, key, span, call, config):
     """(64, 16) raw, of the keys from `key` on, 16 columns of Q and K at a time."""
     A: gl.constexpr = layouts.small_operand(0)
     B: gl.constexpr = layouts.small_operand(1)
     keys = key + gl.arange(0, 16, gl.SliceLayout(0, B))
-    k_rows = k_base + keys.to(gl.int64) * k_stride
+    k_rows = k_base + keys.to(gl.int64) * call.k.row_stride
     s = gl.zeros([64, 16], gl.float32, layouts.small())
     for first in range(0, config.D, 16):
         q_cols = first + gl.arange(0, 16, gl.SliceLayout(0, A))
         k_cols = first + gl.arange(0, 16, gl.SliceLayout(1, B))
         q = gl.load(q_rows[:, None] + q_cols[None, :], mask=q_inside[:, None] & (q_cols < config.D)[None, :], other=0.0)
-        k = gl.load(k_rows[None, :] + k_cols[:, None], mask=(keys < kv_len)[None, :] & (k_cols < config.D)[:, None],
-                    other=0.0)
+        k_inside = (keys < span.kv_len)[None, :] & (k_cols < config.D)[:, None]
+        k = gl.load(k_rows[None, :] + k_cols[:, None], mask=k_inside, other=0.0)
         s = mma_v2(q, k, s)
-    if config.NEGATE:
+    if config.SOFTCAP:
+        s = softmax.capped(s, call.modifiers)
+    elif config.NEGATE:
         s = -s
     return s
 
 
 @gluon.jit
-def _values(v_base, v_stride, key, first, kv_len, config):
+def _values(v_base, key, first, span, call, config):
     """(16, COLUMNS) of V, from key `key` and column `first` on; keys past the end are 0."""
     B: gl.constexpr = layouts.small_operand(1)
     keys = key + gl.arange(0, 16, gl.SliceLayout(1, B))
     cols = first + gl.arange(0, COLUMNS, gl.SliceLayout(0, B))
-    rows = v_base + keys.to(gl.int64) * v_stride
-    return gl.load(rows[:, None] + cols[None, :], mask=(keys < kv_len)[:, None] & (cols < config.D)[None, :], other=0.0)
+    rows = v_base + keys.to(gl.int64) * call.v.row_stride
+    inside = (keys < span.kv_len)[:, None] & (cols < config.D_V)[None, :]
+    return gl.load(rows[:, None] + cols[None, :], mask=inside, other=0.0)
 
 
 @gluon.jit
@@ -66,7 +69,7 @@ def _add(acc, p, v):
 
 
 @gluon.jit
-def _sweep(q_rows, q_inside, bases, row, column, keys, call, config):
+def _sweep(q_rows, q_inside, bases, row, column, keys, span, call, config):
     """m, l (64,) and COLUMNS columns of O, from `column` on, over the keys [begin, end)."""
     L: gl.constexpr = layouts.small()
     begin, end = keys
@@ -75,27 +78,28 @@ def _sweep(q_rows, q_inside, bases, row, column, keys, call, config):
     l = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, L))
     acc = gl.zeros([64, COLUMNS], gl.float32, L)
     for key in range(begin, end, 16):
-        s = _scores(q_rows, q_inside, k_base, call.k.row_stride, key, call.kv_len, config)
-        s = softmax.hide(s, row, key, call, config)
+        s = _scores(q_rows, q_inside, k_base, key, span, call, config)
+        s = softmax.hide(s, row, key, span, config)
         top = gl.maximum(m, gl.max(s, 1))
         m_new = gl.where((top - m) * call.scale_log2 > call.threshold, top, m)
         alpha = gl.exp2((m - m_new) * call.scale_log2)
         p = gl.exp2((s - m_new[:, None]) * call.scale_log2)
         l = l * alpha + gl.sum(p, 1)
-        v = _values(v_base, call.v.row_stride, key, column, call.kv_len, config)
+        v = _values(v_base, key, column, span, call, config)
         acc = _add(acc * alpha[:, None], p, v)
         m = m_new
     return m, l, acc
 
 
 @gluon.jit
-def _slab(view, batch, head):
-    return view.ptr + gl.cast(batch, gl.int64) * view.batch_stride + gl.cast(head, gl.int64) * view.head_stride
+def _slab(view, batch, head, row):
+    base = view.ptr + gl.cast(batch, gl.int64) * view.batch_stride + gl.cast(head, gl.int64) * view.head_stride
+    return base + gl.cast(row, gl.int64) * view.row_stride
 
 
 @gluon.jit(noinline=True)
-def rewrite(row_block, head_index, call, config, W: gl.constexpr):
-    """O and LSE of consumer W's 64 rows of a tile, see `bounds.tile`.
+def rewrite(i, call, config, W: gl.constexpr):
+    """O and LSE of consumer W's 64 rows of this CTA's i-th tile.
 
     A function of its own: inlined, it has the compiler prepare its addresses before the loop over tiles and spill them,
     32 to 88 bytes at 160 registers. One for each consumer: where two shared one, and gave it the keys, they spilled 32
@@ -103,25 +107,22 @@ def rewrite(row_block, head_index, call, config, W: gl.constexpr):
     It must not use shared memory or barriers: in a function these are those of the whole CTA.
     """
     L: gl.constexpr = layouts.small()
-    first_row = row_block * (64 * config.WARPGROUPS)
-    row = first_row + W * 64
-    first, stop = bounds.key_blocks(first_row, call, config)
-    keys = first * config.BLOCK_N, gl.minimum(stop * config.BLOCK_N, call.kv_len)
-    batch = head_index // call.q_heads
-    head = head_index % call.q_heads
-    kv_head = head // call.group
-    bases = _slab(call.k, batch, kv_head), _slab(call.v, batch, kv_head)
+    span = bounds.tile(i, call, config)
+    row = span.first_row + W * 64
+    first, stop = bounds.key_blocks(span, config)
+    keys = first * config.BLOCK_N, gl.minimum(stop * config.BLOCK_N, span.kv_len)
+    kv_head = span.head // call.group
+    bases = _slab(call.k, span.slab, kv_head, span.k_row), _slab(call.v, span.slab, kv_head, span.k_row)
     q_row = row + gl.arange(0, 64, gl.SliceLayout(1, layouts.small_operand(0)))
-    q_rows = _slab(call.q, batch, head) + q_row.to(gl.int64) * call.q.row_stride
+    q_rows = _slab(call.q, span.slab, span.head, span.q_row) + q_row.to(gl.int64) * call.q.row_stride
     rows = row + gl.arange(0, 64, gl.SliceLayout(1, L))
-    out_rows = _slab(call.out, batch, head) + rows.to(gl.int64) * call.out.row_stride
-    inside = rows < call.q_len
-    for column in range(0, config.D, COLUMNS):
-        m, l, acc = _sweep(q_rows, q_row < call.q_len, bases, row, column, keys, call, config)
-        o = acc * (1.0 / gl.where(l == 0.0, 1.0, l))[:, None]
+    out_rows = _slab(call.out, span.slab, span.head, span.q_row) + rows.to(gl.int64) * call.out.row_stride
+    inside = rows < span.q_len
+    for column in range(0, config.D_V, COLUMNS):
+        m, l, acc = _sweep(q_rows, q_row < span.q_len, bases, row, column, keys, span, call, config)
+        factor, lse = softmax.finish(m, l, call.scale_log2, call, span, config)
         cols = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, L))
-        gl.store(out_rows[:, None] + cols[None, :], o.to(call.out.ptr.dtype.element_ty),
-                 mask=inside[:, None] & (cols < config.D)[None, :])
+        gl.store(out_rows[:, None] + cols[None, :], (acc * factor[:, None]).to(call.out.ptr.dtype.element_ty),
+                 mask=inside[:, None] & (cols < config.D_V)[None, :])
         if config.STORE_LSE:
-            place = call.lse + gl.cast(head_index, gl.int64) * call.q_len + rows
-            gl.store(place, softmax.lse(m, l, call.scale_log2), mask=inside)
+            gl.store(softmax.lse_row(call, span) + rows, lse, mask=inside)

@@ -5,6 +5,18 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.constexpr_function
+def width(dim):
+    """Columns of a tile with `dim` columns of data; TMA fills the others with 0 and does not store them."""
+    return max(64, 1 << (dim - 1).bit_length())
+
+
+@gluon.constexpr_function
+def out_width(dim):
+    """Columns of O that are stored at a time: shared memory has no room for 256 beside Q, K and V."""
+    return min(128, width(dim))
+
+
+@gluon.constexpr_function
 def accumulator(cols):
     """Of a warpgroup's product, (64, cols)."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, cols, 16])

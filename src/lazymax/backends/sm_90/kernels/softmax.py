@@ -1,8 +1,16 @@
-"""`kernels/softmax.py` in the layouts of Hopper's products; the maths is said there."""
+"""`kernels/softmax.py` in the layouts of Hopper's products; the maths is said there. What is different:
+
+Pivots are in log2 units. In bf16, which has the range of fp32, a block does not look for its maxima: the pivot of a row
+is the maximum of its first block, and is raised only when the row's sum outgrows 2**40. That takes the maxima and the
+shuffles, whose result every exponential would wait for, out of the loop. A row whose scores rise by more than some 88
+log2 units inside one block, over all that it saw before, overflows its sum; `suspect` sees that, and the cold path
+computes it.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ....kernels.scores import LOG2E
 from ....kernels.softmax import FUSED_LIMIT, LN2, NEVER
 from . import assembly
 
@@ -26,19 +34,19 @@ def _place(N: gl.constexpr, L: gl.constexpr):
 
 
 @gluon.jit
-def hide(s, row, key, call, config):
+def hide(s, row, key, span, config):
     """-inf outside the band and the length. row, key: of the tile's first score."""
     N: gl.constexpr = s.shape[1]
     split = s.reshape([64, N // 8, 4, 2])
     L: gl.constexpr = split.type.layout
     place = _place(N, L)
     rows = assembly.here(gl.arange(0, 64, gl.SliceLayout(1, s.type.layout)))
-    last = call.kv_len - 1 - key + 0 * rows
+    last = span.kv_len - 1 - key + 0 * rows
     if config.HAS_LAST:
-        last = gl.minimum(last, assembly.here(row + call.last_offset - key) + rows)
+        last = gl.minimum(last, assembly.here(row + span.last_offset - key) + rows)
     inside = place <= _for_thread(last, L)
     if config.HAS_FIRST:
-        inside = inside & (place >= _for_thread(assembly.here(row + call.first_offset - key) + rows, L))
+        inside = inside & (place >= _for_thread(assembly.here(row + span.first_offset - key) + rows, L))
     return gl.convert_layout(gl.where(inside, split, float("-inf")).reshape([64, N]), s.type.layout)
 
 
@@ -56,41 +64,97 @@ def _thread_sums(p):
 
 
 @gluon.jit
+def opened(s, L: gl.constexpr, scale_log2):
+    """Pivots of a tile's first block, log2 units."""
+    return gl.maximum(row_maximum(s, L) * scale_log2, NEVER)
+
+
+@gluon.jit
+def raised(s, m, call):
+    """(pivot, factor of what was summed against the old one), from the scores."""
+    L: gl.constexpr = m.type.layout
+    top = row_maximum(s, L) * call.scale_log2
+    m_new = gl.where(top - m > call.threshold, top, m)
+    return m_new, gl.exp2(m - m_new)
+
+
+@gluon.jit
+def outgrown(m, l):
+    """The factor of what was summed, from the sums themselves: no maximum, no exponential. Of rows that saw a key."""
+    grown = gl.convert_layout(gl.max(l, 1), m.type.layout) > 1099511627776.0  # 2**40
+    return gl.where(grown, 9.094947017729282e-13, 1.0)
+
+
+@gluon.jit
+def lifted(m, factor):
+    """Pivots after `outgrown`."""
+    return gl.where(factor != 1.0, m + 40.0, m)
+
+
+@gluon.jit
 def probabilities(s, m, scale_log2):
     """exp2 of the fused exponent, and its sums."""
-    shift = gl.maximum(m * scale_log2, NEVER)
-    p = gl.exp2(s * scale_log2 - shift[:, None])
+    p = gl.exp2(s * scale_log2 - m[:, None])
     return p, _thread_sums(p)
 
 
 @gluon.jit
-def step(s, m, l, scale_log2, threshold):
-    """Take a block of raw scores into pivot and sums: p, factor of the old state, m, l. l: (64, 4)."""
-    L: gl.constexpr = m.type.layout
-    top = row_maximum(s, L)
-    m_new = gl.where((top - m) * scale_log2 > threshold, top, m)
-    p, sums = probabilities(s, m_new, scale_log2)
-    alpha = gl.exp2((m - m_new) * scale_log2)
-    return p, alpha, m_new, l * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None] + sums
+def add(l, factor, sums):
+    """l * factor + sums; l: (64, 4)."""
+    return l * gl.convert_layout(factor, gl.SliceLayout(1, sums.type.layout))[:, None] + sums
 
 
 @gluon.jit
-def lse(m, l, scale_log2):
-    """Natural log; -inf for a row that saw no key."""
-    empty = l == 0.0
-    natural = gl.maximum((m * LN2) * scale_log2, NEVER)  # in this order a scale of 2**-126 does not underflow
-    return gl.where(empty, float("-inf"), natural + gl.log2(gl.where(empty, 1.0, l)) * LN2)
+def capped(s, modifiers):
+    """softcap * tanh(scale * s / softcap), natural units, from raw scores. To 2.4e-7 of the softcap; no overflow for
+    any score."""
+    e = gl.exp2(s * modifiers.cap_factor)  # of 2 * scale * s / softcap
+    return modifiers.softcap - (2.0 * modifiers.softcap) * assembly.reciprocal(1.0 + e)
 
 
 @gluon.jit
-def suspect(m, l, acc, inside, scale_log2, flags):
-    """1 if a row of the warpgroup has huge scores, an overflown sum or a NaN, else 0; see guarded.py. A sum over the
-    row finds its NaNs (and infs of both signs) in half the instructions of comparisons.
+def natural(m, scale_log2):
+    """The pivot in natural units. In this order a scale of 2**-126 does not underflow."""
+    return gl.maximum((m * LN2) * scale_log2, NEVER)
+
+
+@gluon.jit
+def finish(m, l, scale_log2, call, span, config):
+    """(factor of the accumulator, LSE in natural log) from pivots that, times scale_log2, are in log2 units; see
+    `finish` and `finish_with_sink` of the portable kernel. A row that saw no key has 0 and -inf, or the sink."""
+    if config.SINKS:
+        place = call.modifiers.sinks + span.batch * call.modifiers.sinks_batch_stride + span.head
+        sink = gl.load(place).to(gl.float32)
+        own = gl.where(l == 0.0, NEVER, natural(m, scale_log2))
+        top = gl.maximum(own, sink)
+        weight = gl.exp2((own - top) * LOG2E)
+        total = l * weight + gl.exp2((sink - top) * LOG2E)
+    else:
+        top = natural(m, scale_log2)
+        weight = 1.0
+        total = l
+    empty = total == 0.0
+    total = gl.where(empty, 1.0, total)
+    return weight / total, gl.where(empty, float("-inf"), top + gl.log2(total) * LN2)
+
+
+@gluon.jit
+def lse_row(call, span):
+    """Where the LSE of the span's first row is."""
+    head = gl.cast(span.slab * call.q_heads + span.head, gl.int64)
+    return call.lse + head * call.lse_rows + span.q_row
+
+
+@gluon.jit
+def suspect(m, l, acc, inside, flags):
+    """1 if a row of the warpgroup has huge scores, a sum that overflew, a NaN, or no sum at all (it saw no key, or its
+    scores lie below every pivot), else 0; see guarded.py. A sum over the row finds its NaNs and infs in half the
+    instructions of comparisons.
 
     flags: shared memory, a word for each warp. Gluon's own reduction over warps keeps two addresses and a predicate in
     registers through all loops: at 160 registers the difference between some spills and none.
     """
     total = gl.convert_layout(gl.sum(acc, 1), m.type.layout)
-    found = ((m > NEVER) & (gl.abs(m * scale_log2) > FUSED_LIMIT)) | (l - l != 0.0) | (total != total)
+    found = ((m > NEVER) & (gl.abs(m) > FUSED_LIMIT)) | (l - l != 0.0) | (l == 0.0) | (total - total != 0.0)
     flags.store(gl.max((found & inside).to(gl.int32).reshape([4, 16]), 1))
     return gl.max(flags.load(gl.BlockedLayout([4], [32], [4], [0])), 0)
