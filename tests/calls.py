@@ -105,6 +105,10 @@ def moved(value: Any, device: str, dtype: torch.dtype | None = None, grad: bool 
         return tuple(moved(item, device, dtype, grad) for item in value)
     if not isinstance(value, torch.Tensor):
         return value
+    if any(step == 0 and n > 1 for step, n in zip(value.stride(), value.shape, strict=True)):
+        # Expanded, and so it stays: a copy would be dense.
+        stored = value[tuple(slice(0, 1) if step == 0 else slice(None) for step in value.stride())]
+        return moved(stored, device, dtype, grad).expand(value.shape)
     if not value.is_floating_point():
         return value.to(device)
     value = value.to(device, dtype or value.dtype).detach()

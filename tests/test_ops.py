@@ -167,12 +167,13 @@ def test_real_and_fake_strides_are_the_same_and_dense(case: Stride, device: str)
         options = dict(attn_mask=mask, alibi_slopes=slopes, sinks=sinks, score_mod="calls.tilt", score_mod_args=args)
         return parse_options(q, **options)  # type: ignore[arg-type]
 
-    extras, rules = parsed(q, *(t.to(device) for t in tensors))
+    tensors = tuple(t.to(device) for t in tensors)
+    extras, rules = parsed(q, *tensors)
     how, needs = ("reference", None, True), [True] * 4  # every route writes into the same output
     real = FORWARD(q, k, v, *extras, *rules, *how)
     back = BACKWARD(*real, q, k, v, *extras, *rules, needs)
     with FakeTensorMode() as mode:
-        fq, fk, fv, *rest = (mode.from_tensor(t) for t in (q, k, v, *(t.to(device) for t in tensors)))
+        fq, fk, fv, *rest = (mode.from_tensor(t) for t in (q, k, v, *tensors))
         fake_extras, _ = parsed(fq, *rest)
         fake = FORWARD(fq, fk, fv, *fake_extras, *rules, *how)
         fake_back = BACKWARD(*fake, fq, fk, fv, *fake_extras, *rules, needs)
