@@ -8,6 +8,8 @@ VENV ?= .venv
 VENV_NEWEST ?= .venv-newest
 JOBS ?= 2
 PYTEST_ARGS ?=
+# Neighbours stay in one process, which keeps what it has compiled; whoever is done first takes from the others.
+SPREAD := -n $(JOBS) --dist worksteal
 # Without a device the kernels run in Triton's interpreter, which under 3.6 needs numpy below 2.4.
 NUMPY := 'numpy<2.4'
 
@@ -19,16 +21,16 @@ demo: $(VENV)/.ready
 test: lint test-floor test-newest
 
 test-floor: $(VENV)/.ready
-	$(VENV)/bin/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest $(SPREAD) $(PYTEST_ARGS)
 
 # What a Triton version can change: the device code, and what every row compiles to.
 NEWEST_TESTS := $(addprefix tests/test_,compiling.py compiling_features.py tritons.py softmax.py products.py memory.py scores.py sequences.py gfx1151.py gfx1151_price.py sm_90.py)
 test-newest: $(VENV_NEWEST)/.ready
-	$(VENV_NEWEST)/bin/python -m pytest -n $(JOBS) $(NEWEST_TESTS) $(PYTEST_ARGS)
+	$(VENV_NEWEST)/bin/python -m pytest $(SPREAD) $(NEWEST_TESTS) $(PYTEST_ARGS)
 
 test-slow: $(VENV)/.ready $(VENV_NEWEST)/.ready
-	$(VENV)/bin/python -m pytest -n $(JOBS) --slow $(PYTEST_ARGS)
-	$(VENV_NEWEST)/bin/python -m pytest -n $(JOBS) --slow $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest $(SPREAD) --slow $(PYTEST_ARGS)
+	$(VENV_NEWEST)/bin/python -m pytest $(SPREAD) --slow $(PYTEST_ARGS)
 
 lint: $(VENV)/.ready
 	$(VENV)/bin/ruff check .

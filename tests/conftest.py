@@ -1,12 +1,14 @@
 """How the tests run: compiled on a GPU if there is one, else in Triton's interpreter on CPU tensors.
 
 TRITON_INTERPRET has to be set before the first `import triton`, so it is set here, at the top. Tests that compile for
-absent GPUs need it unset: they start a fresh process with the `clean_env` fixture.
+absent GPUs need it unset: they call the `compiler` process, or start one of their own with the `clean_env` fixture.
 """
 
 import os
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # interpreted tiles are too small for threads, which only fight
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -19,6 +21,11 @@ NO_GPU = "needs a GPU: torch.cuda.is_available() is False"
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+if INTERPRETED:
+    import interpreter
+
+    interpreter.faster()
 
 
 def pytest_addoption(parser):
@@ -90,3 +97,19 @@ def clean_env() -> dict[str, str]:
     source = str(Path(__file__).parents[1] / "src")
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (source, env.get("PYTHONPATH"))))
     return env
+
+
+@pytest.fixture(scope="session")
+def builds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty folder at the start of the session, where its processes share what they have compiled."""
+    base = tmp_path_factory.getbasetemp()
+    return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "builds"
+
+
+@pytest.fixture(scope="session")
+def compiler() -> Iterator[Any]:
+    """A process without the interpreter: `compiler.call("compiled:rows", ...)` calls a function of compiled.py."""
+    from simulators.gluon_sim import Worker
+
+    with Worker() as worker:
+        yield worker

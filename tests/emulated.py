@@ -1,11 +1,13 @@
 """The kernels of gfx1151, compiled and executed in the emulator: a worker process for tests, and their prices.
 
 Tests run with TRITON_INTERPRET set, which must not be where Triton compiles: the work is done by `python emulated.py`,
-which reads a `Job` a line and answers with a line. It keeps what it has built.
+which reads a `Job` a line and answers with a line. It keeps what it has built, and shares it with others in the folder
+TRITON_CACHE_DIR, if that is set, by Triton's own keys.
 """
 
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -142,11 +144,14 @@ class Emulated:
 
     def kernel(self, launch: Any, arguments: tuple[Any, ...]) -> Any:
         """The binary for these arguments. Lengths are not specialised; strides are, by 1 and by multiples of 16."""
+        from triton import knobs
+
         from lazymax.compiling import compiling_for
 
         key = (launch.kernel.__name__, repr(launch.config), launch.options["num_warps"], *_specialised(arguments))
         if key not in self.built:
             with compiling_for(ARCH, launch.kernel):
+                knobs.compilation.always_compile = "TRITON_CACHE_DIR" not in os.environ
                 on_meta = _on_meta(arguments)
                 self.built[key] = launch.kernel.warmup(*on_meta, grid=(1,), **launch.options)
         return self.built[key]

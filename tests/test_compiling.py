@@ -1,13 +1,11 @@
 """Every row of every table compiles for its GPU, without the GPU: matrix instruction in the loop, no spills in rows
-called tuned, shared memory fits. One fresh process per backend, since TRITON_INTERPRET is set in this one."""
+called tuned, shared memory fits. In another process (compiled.py), since TRITON_INTERPRET is set in this one."""
 
-import json
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+from turns import mine
 
 from lazymax import arch as arches
 from lazymax import compiling
@@ -15,52 +13,6 @@ from lazymax.backends import registry
 from lazymax.compiling import Report, loop_counts
 
 PORTABLE_ARCHS = ("sm_80",)  # of the default run; all of them in the slow one
-
-# Prints one JSON line per compiled row, and one with the rows that no problem reached.
-COMPILE = """
-import json, sys
-from lazymax import arch as arches, compiling
-from lazymax.backends import Tile, registry
-from lazymax.dispatch import plan
-
-name, archs, everything = json.loads(sys.argv[1])
-backend = registry()[name]
-for arch in map(arches.by_name, archs):
-    found, executed = {}, set()
-    for problem in compiling.problems(backend, compiling.dtypes_of(backend)):
-        tile = compiling.select_tile(backend, problem, arch)[0]
-        if tile is None:
-            continue  # head dims for which the portable rows serve
-        if not everything and name == "gfx1151" and type(tile) is not Tile:
-            executed.add(tile)  # by test_gfx1151.py, which compiles them too
-            continue
-        chosen = plan(problem, arch, name)
-        band = (problem.first_offset is not None, problem.last_offset is not None)
-        found.setdefault((chosen.tile, problem.dtype, problem.head_dim, band), (problem, chosen))
-    todo = list(found.items())
-    if not everything:  # each row once, causal if possible; 16 bits at D=128 before 64 before 256, fp32 at the least D
-        best = {}
-        for key, item in todo:
-            half = key[1] != "float32"
-            rank = (half, key[3] == (False, True), half and key[2] <= 128, key[2] if half else -key[2])
-            if key[0] not in best or rank > best[key[0]][0]:
-                best[key[0]] = (rank, key, item)
-        todo = [(key, item) for rank, key, item in best.values()]
-    for (tile, *_), (problem, chosen) in todo:
-        report = compiling.report(problem, chosen, arch)
-        print(json.dumps(report.as_dict() | {"half": problem.dtype != "float32"}), flush=True)
-    missed = [tile.name for tile in backend.forward if tile not in {key[0] for key in found} | executed]
-    print(json.dumps({"arch": arch.id, "missed": missed}))
-"""
-
-
-def compile_rows(name: str, archs: tuple[str, ...], everything: bool, env: dict[str, str]) -> list[dict[str, Any]]:
-    job = json.dumps([name, archs, everything])
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", COMPILE, job], env=env, capture_output=True, text=True)
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    last = "; last compiled: " + (str(lines[-1]) if lines else "nothing")
-    assert done.returncode == 0, f"exit {done.returncode}{last}\n{done.stderr[-3000:]}"
-    return lines
 
 
 def faults(lines: list[dict[str, Any]]) -> list[str]:
@@ -87,10 +39,16 @@ def faults(lines: list[dict[str, Any]]) -> list[str]:
 FAMILIES = [name for name, backend in registry().items() if backend.automatic]  # variants: with --slow
 
 
+# Rows that are not called tuned take turns between the Tritons. These tables begin with the other half: each has a like
+# one (of gfx1151, gfx942, sm_89, sm_90) that does not.
+OTHER_HALF = {"gfx1100", "gfx950", "sm_120", "sm_100"}
+
+
 @pytest.mark.parametrize("name", FAMILIES)
-def test_rows_of(name: str, clean_env: dict[str, str]) -> None:
+def test_rows_of(name: str, compiler: Any) -> None:
     archs = registry()[name].archs[:1] or PORTABLE_ARCHS
-    lines = compile_rows(name, archs, False, clean_env)
+    turn = int(not mine(name in OTHER_HALF))
+    lines = compiler.call("compiled:rows", name, archs, False, turn)
     compiled = {line["row"] for line in lines if "row" in line}
     assert compiled, "nothing was compiled"
     half = [tile.name for tile in registry()[name].forward if tile.when.dtypes != ("float32",)]
@@ -100,11 +58,11 @@ def test_rows_of(name: str, clean_env: dict[str, str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(registry()))
-def test_every_row_dtype_head_dim_and_band_for_every_arch_of(name: str, clean_env: dict[str, str]) -> None:
+def test_every_row_dtype_head_dim_and_band_for_every_arch_of(name: str, compiler: Any) -> None:
     archs = registry()[name].archs or tuple(
         name for name in arches.names() if arches.by_name(name).matrix_unit != "none"
     )
-    lines = compile_rows(name, archs, True, clean_env)
+    lines = compiler.call("compiled:rows", name, archs, True)
     assert {line["row"] for line in lines if "row" in line} == {tile.name for tile in registry()[name].forward}
     assert faults(lines) == []
 
@@ -112,29 +70,8 @@ def test_every_row_dtype_head_dim_and_band_for_every_arch_of(name: str, clean_en
 # ---- what the harness itself does
 
 
-CHECKS = """
-import json
-from dataclasses import replace
-from triton.runtime.driver import driver
-from lazymax import arch as arches, compiling
-from lazymax.dispatch import plan
-from lazymax.problem import Problem
-
-before = driver._active
-problem = Problem.from_shape((1, 2, 2, 256, 256, 64), "bf16", causal="top_left")
-arch = arches.by_name("sm_80")
-chosen = plan(problem, arch, "portable")
-good = compiling.report(problem, chosen, arch)
-poor = compiling.report(problem, chosen, replace(arch, shared_memory=1024))
-bad = compiling.report(problem, replace(chosen, tile=replace(chosen.tile, block_n=24)), arch)
-print(json.dumps([good.as_dict(), poor.as_dict(), bad.as_dict(), driver._active is before]))
-"""
-
-
-def test_a_report_says_what_is_wrong(clean_env: dict[str, str]) -> None:
-    done = subprocess.run([sys.executable, "-c", CHECKS], env=clean_env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    good, poor, bad, restored = json.loads(done.stdout.splitlines()[-1])
+def test_a_report_says_what_is_wrong(compiler: Any) -> None:
+    good, poor, bad, restored = compiler.call("compiled:good_poor_and_bad")
     assert restored, "the driver was not put back"
     assert good["ok"] and good["error"] is None
     assert (good["arch"], good["backend"], good["problem"]) == ("sm_80", "portable", "bfloat16 D=64 causal")

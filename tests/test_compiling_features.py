@@ -3,35 +3,15 @@ matrix instruction is in the loop, shared memory fits, and a row called tuned do
 feature, except where that was measured to be faster. A sample in CI; `--slow` takes every feature, as
 `lazymax compile --arch A --features` does."""
 
-import json
-import subprocess
-import sys
-
 import pytest
+from turns import mine
 
 ARCHS = ("gfx1151", "sm_90", "sm_100")
-SAMPLE = {  # what takes most registers, and each kind of argument once
+SAMPLE = {  # what takes most registers, and each kind of argument once; the first two take turns between the Tritons
     "gfx1151": ["bool mask", "mask_mod", "all at once"],
     "sm_90": ["float mask, causal", "packed, causal", "all at once"],
     "sm_100": ["dropout", "score_mod", "float mask, causal"],
 }
-CODE = """
-import json, sys
-from lazymax import arch, compiling
-names, dims = json.loads(sys.argv[2]), json.loads(sys.argv[3])
-reports = compiling.compile_features(arch.by_name(sys.argv[1]), names, [tuple(pair) for pair in dims])
-print(json.dumps([report.as_dict() for report in reports]))
-"""
-
-
-def compiled(arch, names, dims, env):
-    """Reports from a fresh process without the interpreter."""
-    process = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CODE, arch, json.dumps(names), json.dumps(dims)],
-        capture_output=True, text=True, env=env, check=False,
-    )  # fmt: skip
-    assert process.returncode == 0, process.stderr
-    return json.loads(process.stdout.splitlines()[-1])
 
 
 # On Hopper the row for masks and dropout spills, and is the fastest nevertheless (backends/sm_90/tiles.py).
@@ -47,13 +27,14 @@ def check(reports):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_sample(arch, clean_env):
-    reports = compiled(arch, SAMPLE[arch], [(64, 64)], clean_env)
-    assert len(reports) == len(SAMPLE[arch])
+def test_sample(arch, compiler):
+    names = [SAMPLE[arch][0 if mine(ARCHS.index(arch)) else 1], SAMPLE[arch][2]]
+    reports = compiler.call("compiled:features", arch, names, [(64, 64)])
+    assert len(reports) == len(names)
     check(reports)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
-def test_all(arch, clean_env):
-    check(compiled(arch, None, [(64, 64), (128, 128), (96, 96), (192, 128)], clean_env))
+def test_all(arch, compiler):
+    check(compiler.call("compiled:features", arch, None, [(64, 64), (128, 128), (96, 96), (192, 128)]))

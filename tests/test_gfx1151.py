@@ -18,22 +18,21 @@ import torch
 from emulated import Job, as_json, rows_of
 from simulators.gfx1151 import EmulatorUnavailable
 from simulators.gfx1151.build import interpreter
+from turns import FLOOR, my_turn
 
 from lazymax.backends import Tile
-from lazymax.compat import tritons
 from lazymax.problem import Problem
 
 TESTS = Path(__file__).parent
-# What nothing runs unless asked takes turns by default: one half on the oldest Triton, the other on newer ones.
-FLOOR = tritons.triton_version() == tritons.FLOOR
 
 
 class Worker:
     """`emulated.py` in a process of its own, where Triton compiles."""
 
-    def __init__(self) -> None:
+    def __init__(self, builds: Path) -> None:
         env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         env["PYTHONPATH"] = os.pathsep.join((str(TESTS.parent / "src"), str(TESTS)))
+        env["TRITON_CACHE_DIR"] = str(builds)
         command = [sys.executable, "-W", "ignore", str(TESTS / "emulated.py")]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, text=True, bufsize=1)
@@ -49,12 +48,12 @@ class Worker:
 
 
 @pytest.fixture(scope="session")
-def worker() -> Iterator[Worker]:
+def worker(builds: Path) -> Iterator[Worker]:
     try:
         interpreter()
     except EmulatorUnavailable as missing:
         pytest.skip(str(missing))
-    started = Worker()
+    started = Worker(builds)
     yield started
     assert started.process.stdin
     started.process.stdin.close()
@@ -112,10 +111,6 @@ def check(worker: Worker, todo: list[Job]) -> None:
     assert executed > 1000 * len(todo)
 
 
-def my_turn(index: int) -> Any:
-    return () if (index % 2 == 0) == FLOOR else pytest.mark.slow
-
-
 def dtypes_of(row: Tile) -> list[str]:
     names = row.when.dtypes or ("float16", "bfloat16")
     return [{"float16": "fp16", "bfloat16": "bf16"}[name] for name in names if name != "float32"]
@@ -146,10 +141,11 @@ def test_rows_for_a_sweep_fragments_and_the_twin(table: str, index: int, worker:
     check(worker, jobs(table, index, EVERY, dims[0], dtype))
 
 
-FEATURES = ("", "softcap, ALiBi, sinks", "float mask", "bool mask", "seqlens_k", "packed", "dropout")
+FEATURES = ("softcap, ALiBi, sinks", "float mask", "bool mask", "seqlens_k", "packed", "dropout")
+IN_TURNS = [pytest.param(name, id=name, marks=my_turn(index)) for index, name in enumerate(FEATURES)]
 
 
-@pytest.mark.parametrize("feature", FEATURES, ids=lambda name: name or "plain")
+@pytest.mark.parametrize("feature", [pytest.param("", id="plain"), *IN_TURNS])
 def test_the_portable_kernel_does_the_rest(feature: str, worker: Worker) -> None:
     """On this GPU too: the row that serves features at head dim 64 (the fewest registers), and for the plain case those
     for head dims that no other row takes, and for fp32."""

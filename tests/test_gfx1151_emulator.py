@@ -1,8 +1,7 @@
 """The emulator of gfx1151 (tests/simulators/gfx1151): its parser, single instructions against numpy, its errors, and
-what Triton compiles, up to the portable forward. Kernels are compiled in fresh processes, since TRITON_INTERPRET is set
+what Triton compiles, up to the portable forward. Kernels are compiled in other processes, since TRITON_INTERPRET is set
 in this one."""
 
-import json
 import math
 import os
 import pickle
@@ -639,40 +638,6 @@ def test_aligned_keeps_values_and_strides() -> None:
 
 # ---- the portable forward
 
-FORWARD = """
-import json, sys
-import torch
-from lazymax import arch as arches, compiling
-from lazymax.dispatch import plan
-from lazymax.kernels.launch import ForwardLaunch
-from lazymax.problem import Problem
-from lazymax.testing import check_attention, make_qkv, poisoned
-from simulators.gfx1151 import aligned, launch, static_resources
-
-shape, dtype, rules, infinite = json.loads(sys.argv[1])
-problem = Problem.from_shape(tuple(shape), dtype, return_lse=True, **rules)
-arch = arches.by_name("gfx1151")
-chosen = plan(problem, arch, "portable")
-kernel = compiling.compile_plan(problem, chosen, arch)
-q, k, v = (aligned(t) for t in make_qkv(*shape, dtype=getattr(torch, problem.dtype)))
-if infinite:
-    v[..., 5, :] = torch.inf
-out = aligned(poisoned(*q.shape, dtype=q.dtype, device="cpu"))
-lse = aligned(poisoned(*q.shape[:3], dtype=torch.float32, device="cpu"))
-prepared = ForwardLaunch.prepare(problem, chosen)
-result = launch(kernel, prepared.grid, prepared.arguments(q, k, v, out, lse))
-budgets = check_attention(out, lse, q, k, v, problem)
-print(json.dumps({
-    "faults": [str(budget) for budget in budgets if not budget.ok],
-    "classes": result.by_class,
-    "calls": result.by_mnemonic["s_swappc_b64"],
-    "mismatches": result.wmma_mismatches,
-    "waves": static_resources(kernel).waves_per_simd,
-    "spilled": static_resources(kernel).spilled_vgprs,
-    "assembly": kernel.asm["amdgcn"][-400000:],
-}))
-"""
-
 
 @dataclass(frozen=True)
 class Forward:
@@ -692,9 +657,8 @@ FORWARDS = (
 
 
 @pytest.mark.parametrize("case", FORWARDS, ids=lambda case: case.id)
-def test_the_portable_forward_computes_attention(case: Forward) -> None:
-    job = json.dumps([case.shape, case.dtype, case.rules, case.infinite])
-    found = json.loads(in_fresh_process(["-c", FORWARD, job]))
+def test_the_portable_forward_computes_attention(case: Forward, compiler: Any) -> None:
+    found = compiler.call("compiled:run_forward", case.shape, case.dtype, case.rules, case.infinite)
     assert found["faults"] == []
     assert found["classes"]["wmma"] > 0 and found["classes"]["trans"] > 0 and found["classes"]["barrier"] > 0
     assert (found["calls"] > 0) is case.infinite

@@ -36,13 +36,15 @@ ASKED: dict[tuple[str, str, str, str], tuple[float, float]] = {
 SEED = {("singlewave", "16x16-w1", "128", "fp16"), ("pipelined", "16x16-w1-pipelined", "128", "fp16")}
 
 
-def prices(wanted: set[tuple[str, ...]]) -> list[dict[str, Any]]:
+def prices(wanted: set[tuple[str, ...]], builds: Path) -> list[dict[str, Any]]:
+    """builds: most of what is priced is what test_gfx1151.py runs."""
     try:
         interpreter()
     except EmulatorUnavailable as missing:
         pytest.skip(str(missing))
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = os.pathsep.join((str(TESTS.parent / "src"), str(TESTS)))
+    env["TRITON_CACHE_DIR"] = str(builds)
     command = [sys.executable, "-W", "ignore", "-c", PRICES, json.dumps(sorted(wanted))]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -67,8 +69,8 @@ def beside_the_table(lines: list[dict[str, Any]]) -> list[str]:
     return wrong
 
 
-def test_what_was_asked_for_and_the_rows_that_are_chosen() -> None:
-    lines = prices({entry.key for entry in entries() if entry.table == "WMMA"} | SEED)
+def test_what_was_asked_for_and_the_rows_that_are_chosen(builds: Path) -> None:
+    lines = prices({entry.key for entry in entries() if entry.table == "WMMA"} | SEED, builds)
     found = {(line["table"], line["row"], str(line["head_dim"]), line["dtype"]): line for line in lines}
     assert set(found) >= {*ASKED, *SEED}
     for key, (floor, loads) in ASKED.items():
@@ -82,8 +84,8 @@ def test_what_was_asked_for_and_the_rows_that_are_chosen() -> None:
 
 
 @pytest.mark.slow
-def test_every_row() -> None:
-    lines = prices(set())
+def test_every_row(builds: Path) -> None:
+    lines = prices(set(), builds)
     assert len(lines) > 50
     assert [line for line in lines if line["table"] == "WMMA" and line["spilled_vgprs"]] == []
     assert beside_the_table(lines) == []

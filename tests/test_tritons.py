@@ -1,14 +1,19 @@
 """What differs between Triton versions: both sides of every range, compiled where it is about compiling."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import lazymax
 from lazymax.compat import tritons
+from lazymax.testing import make_qkv
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,25 @@ def test_the_interpreter_fault_behind_the_upcast_is_still_there(device: str) -> 
     assert bits.view("uint16")[0] == 0x3F80, "the interpreter rounds now"
 
 
+def test_the_faster_interpreter_computes_the_same_bits(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What interpreter.py replaces, beside what was there."""
+    if device != "cpu":
+        pytest.skip("about Triton's interpreter; here kernels are compiled")
+    from triton import language
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    q, k, v = make_qkv(1, 2, 1, 20, 35, 24, dtype=torch.float16)
+    options = dict(causal="bottom_right", softcap=2.0, sinks=torch.ones(2), attn_mask=torch.arange(35) % 3 != 1)
+    found = lazymax.attention(q, k, v, **options, return_lse=True)
+    assert core.is_builtin(language.load), "a launch left triton.language patched"
+    replaced = (interpreter, "_patch_lang"), (interpreter, "_get_np_dtype"), (core, "_type_for_tuple_values")
+    for module, name in replaced:
+        monkeypatch.setattr(module, name, getattr(module, name).__wrapped__)
+    for got, want in zip(found, lazymax.attention(q, k, v, **options, return_lse=True), strict=True):
+        assert torch.equal(got, want)
+
+
 @dataclass(frozen=True)
 class Fault:
     version: str
@@ -129,20 +153,12 @@ def test_range_of_the_branch_rescale_fault(case: Fault) -> None:
         assert case.version in fault and "3.9" in fault
 
 
-COMPILE = """
-import json, sys
-from lazymax import arch, backends, compiling, dispatch, problem
-form, name = sys.argv[1:]
-tile = backends.Tile(block_m=128, block_n=64, num_warps=8, num_stages=2, rescale=form, reason="test", provenance="test")
-plan = dispatch.Plan(route="triton", backend="test", tile=tile, rescale=form, level="test", reason="test", rejected=())
-p = problem.Problem.from_shape((1, 2, 2, 256, 256, 64), "bf16")
-report = compiling.report(p, plan, arch.by_name(name))
-print(json.dumps(report.as_dict()))
-"""
+COMPILE = "import json, sys, compiled; print(json.dumps(compiled.form(*sys.argv[1:])))"
 
 
 def compile_form(form: str, name: str, env: dict[str, str]) -> tuple[int, dict[str, object], str]:
     """(exit code, report, stderr). A process of its own: the fault aborts it on some builds of Triton."""
+    env = env | {"PYTHONPATH": os.pathsep.join((env["PYTHONPATH"], str(Path(__file__).parent)))}
     done = subprocess.run([sys.executable, "-c", COMPILE, form, name], env=env, capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     return done.returncode, json.loads(lines[-1]) if lines else {}, done.stderr
@@ -161,6 +177,6 @@ def test_branch_rescale_compiles_for_tensor_memory_exactly_where_the_range_says(
         assert code == 0 and report["error"] is None and report["in_loop"], (report, stderr[-2000:])
 
 
-def test_select_rescale_compiles_for_tensor_memory_everywhere(clean_env: dict[str, str]) -> None:
-    code, report, stderr = compile_form("select", "sm_100", clean_env)
-    assert code == 0 and report["error"] is None and report["in_loop"], (report, stderr[-2000:])
+def test_select_rescale_compiles_for_tensor_memory_everywhere(compiler: Any) -> None:
+    report = compiler.call("compiled:form", "select", "sm_100")
+    assert report["error"] is None and report["in_loop"], report

@@ -1,0 +1,110 @@
+"""Rows compiled for GPUs that are not there; runs in a `gluon_sim.Worker`, where Triton compiles."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from triton.runtime.driver import driver
+
+from lazymax import arch as arches
+from lazymax import compiling
+from lazymax.backends import Tile, registry
+from lazymax.dispatch import Plan, plan
+from lazymax.kernels.launch import ForwardLaunch
+from lazymax.problem import Problem
+from lazymax.testing import check_attention, make_qkv, poisoned
+
+
+def rows(name: str, archs: tuple[str, ...], everything: bool, turn: int | None = None) -> list[dict[str, Any]]:
+    """A report of every row of a table for every GPU, and for each a line with the rows that no problem reached.
+
+    Not everything: each row once, causal if possible; 16 bits at D=128 before 64 before 256, fp32 at the least D. Of
+    those that are not called tuned, with a turn (0 or 1), every second one.
+    """
+    backend, lines = registry()[name], []
+    for arch in map(arches.by_name, archs):
+        found: dict[Any, Any] = {}
+        executed: set[Tile] = set()
+        for problem in compiling.problems(backend, compiling.dtypes_of(backend)):
+            tile = compiling.select_tile(backend, problem, arch)[0]
+            if tile is None:
+                continue  # head dims for which the portable rows serve
+            if not everything and name == "gfx1151" and type(tile) is not Tile:
+                executed.add(tile)  # by test_gfx1151.py, which compiles them too
+                continue
+            chosen = plan(problem, arch, name)
+            band = (problem.first_offset is not None, problem.last_offset is not None)
+            found.setdefault((chosen.tile, problem.dtype, problem.head_dim, band), (problem, chosen))
+        todo = list(found.items())
+        if not everything:
+            best: dict[Any, Any] = {}
+            for key, item in todo:
+                half = key[1] != "float32"
+                rank = (half, key[3] == (False, True), half and key[2] <= 128, key[2] if half else -key[2])
+                if key[0] not in best or rank > best[key[0]][0]:
+                    best[key[0]] = (rank, key, item)
+            todo = [(key, item) for _, key, item in best.values()]
+        for (tile, *_), (problem, chosen) in todo:
+            if turn is not None and not tile.tuned and backend.forward.index(tile) % 2 != turn:
+                continue
+            report = compiling.report(problem, chosen, arch)
+            lines.append(report.as_dict() | {"half": problem.dtype != "float32"})
+        missed = [tile.name for tile in backend.forward if tile not in {key[0] for key in found} | executed]
+        lines.append({"arch": arch.id, "missed": missed})
+    return lines
+
+
+def features(arch: str, names: list[str] | None, head_dims: list[tuple[int, int]]) -> list[dict[str, Any]]:
+    return [report.as_dict() for report in compiling.compile_features(arches.by_name(arch), names, head_dims)]
+
+
+def good_poor_and_bad() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], bool]:
+    """A report, one of too little shared memory, one of a tile that does not compile; whether the driver is back."""
+    before = driver._active
+    problem = Problem.from_shape((1, 2, 2, 256, 256, 64), "bf16", causal="top_left")
+    arch = arches.by_name("sm_80")
+    chosen = plan(problem, arch, "portable")
+    assert chosen.tile is not None
+    good = compiling.report(problem, chosen, arch)
+    poor = compiling.report(problem, chosen, replace(arch, shared_memory=1024))
+    bad = compiling.report(problem, replace(chosen, tile=replace(chosen.tile, block_n=24)), arch)
+    return good.as_dict(), poor.as_dict(), bad.as_dict(), driver._active is before
+
+
+def form(rescale: Any, name: str) -> dict[str, Any]:
+    """A tile of that form of the rescaling, for the GPU of that name."""
+    tile = Tile(
+        block_m=128, block_n=64, num_warps=8, num_stages=2, rescale=rescale, reason="test", provenance="test"
+    )  # fmt: skip
+    made = Plan(
+        route="triton", backend="test", tile=tile, rescale=rescale, level="test", reason="test", rejected=()
+    )  # fmt: skip
+    problem = Problem.from_shape((1, 2, 2, 256, 256, 64), "bf16")
+    return compiling.report(problem, made, arches.by_name(name)).as_dict()
+
+
+def run_forward(shape: tuple[int, ...], dtype: str, rules: dict[str, Any], infinite: bool) -> dict[str, Any]:
+    """The portable forward compiled for gfx1151, executed in the emulator; infinite: a row of V is."""
+    from simulators.gfx1151 import aligned, launch, static_resources
+
+    problem = Problem.from_shape(shape, dtype, return_lse=True, **rules)
+    arch = arches.by_name("gfx1151")
+    chosen = plan(problem, arch, "portable")
+    kernel = compiling.compile_plan(problem, chosen, arch)
+    q, k, v = (aligned(t) for t in make_qkv(*shape, dtype=getattr(torch, problem.dtype)))
+    if infinite:
+        v[..., 5, :] = torch.inf
+    out = aligned(poisoned(*q.shape, dtype=q.dtype, device="cpu"))
+    lse = aligned(poisoned(*q.shape[:3], dtype=torch.float32, device="cpu"))
+    prepared = ForwardLaunch.prepare(problem, chosen)
+    result = launch(kernel, prepared.grid, prepared.arguments(q, k, v, out, lse))
+    budgets = check_attention(out, lse, q, k, v, problem)
+    return {
+        "faults": [str(budget) for budget in budgets if not budget.ok],
+        "classes": result.by_class,
+        "calls": result.by_mnemonic["s_swappc_b64"],
+        "mismatches": result.wmma_mismatches,
+        "waves": static_resources(kernel).waves_per_simd,
+        "spilled": static_resources(kernel).spilled_vgprs,
+        "assembly": kernel.asm["amdgcn"][-400000:],
+    }
