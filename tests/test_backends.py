@@ -254,7 +254,10 @@ CONDITIONS = (
     Condition("programs enough", When(min_programs=1.0)),
     Condition("programs short", When(min_programs=1.25), words="for 1.25 programs per multiprocessor and more, got 10"),
     Condition("keys enough", When(min_keys=300)),
-    Condition("keys short", When(min_keys=301), words="for 301 keys and more, got 300"),
+    Condition("keys short", When(min_keys=301), words="for 301 keys of a query and more, got 300"),
+    Condition("window short", When(min_keys=65), features=dict(window=(60, 3)), words="for 65 keys of a query"),
+    Condition("window enough", When(min_keys=64), features=dict(window=(60, 3))),
+    Condition("window open", When(min_keys=300), features=dict(window=(60, None))),
     Condition("packed rows: a slot more per sequence", When(min_programs=1.5), features=PACKED,
               words="for 1.5 programs per multiprocessor and more, got 14"),
 )  # fmt: skip

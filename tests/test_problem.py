@@ -216,6 +216,8 @@ def test_visible_pairs_and_offsets_by_brute_force() -> None:
                             )
                             assert [tuple(pair) for pair in seen.nonzero().tolist()] == want, problem
                             assert problem.visible_pairs == len(want), problem
+                            counts = [sum(1 for row, _ in want if row == i) for i in range(q_len)]
+                            assert max(counts, default=0) <= problem.reach <= kv_len, problem
                             first, last = problem.first_offset, problem.last_offset
                             pairs = [(i, j) for i in range(q_len) for j in range(kv_len)]
                             # A bound that hides nothing costs a masked stretch for nothing: it is none.

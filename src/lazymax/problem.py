@@ -95,6 +95,12 @@ class Problem:
         return None if offset >= self.kv_len - 1 and not self.ragged else offset
 
     @property
+    def reach(self) -> int:
+        """Keys that a query can see at most."""
+        first, last = self.first_offset, self.last_offset
+        return self.kv_len if first is None or last is None else max(0, min(self.kv_len, last - first + 1))
+
+    @property
     def _shift(self) -> int:
         return self.kv_len - self.q_len if self.align == "bottom_right" and not self.ragged else 0
 

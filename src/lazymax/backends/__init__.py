@@ -37,7 +37,7 @@ class When:
     window: bool | None = None  # the band has a left bound
     plain: bool | None = None  # see `Problem.plain`: nothing but a band and a length
     min_programs: float | None = None  # programs of this row's size per multiprocessor
-    min_keys: int | None = None  # of the longest sequence
+    min_keys: int | None = None  # that a query can see, see `Problem.reach`
 
     def refusal(self, problem: Problem, arch: Arch, block_m: int) -> str | None:
         """Why the problem does not meet the condition, or None."""
@@ -58,8 +58,8 @@ class When:
             return "for windows" if self.window else "for problems without a left bound"
         if self.plain is not None and self.plain != problem.plain:
             return "for problems without masks, mods and the like" if self.plain else "for masks, mods and the like"
-        if self.min_keys is not None and problem.kv_len < self.min_keys:
-            return f"for {self.min_keys} keys and more, got {problem.kv_len}"
+        if self.min_keys is not None and problem.reach < self.min_keys:
+            return f"for {self.min_keys} keys of a query and more, got {problem.reach}"
         programs = problem.q_tiles(block_m) * problem.q_heads
         if self.min_programs is not None and programs < self.min_programs * arch.multiprocessors:
             return f"for {self.min_programs:g} programs per multiprocessor and more, got {programs} in all"

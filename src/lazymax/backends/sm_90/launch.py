@@ -253,7 +253,7 @@ class HopperLaunch:
     def _modifiers(self, unused: torch.Tensor, extras: Extras) -> Modifiers:
         p = self.problem
         sinks, batch_stride = per_head(extras.sinks) if extras.sinks is not None else (unused, 0)
-        factor = 2.0 * LOG2E * p.scale / p.softcap if p.softcap else 0.0
+        factor = 2.0 * LOG2E * abs(p.scale) / p.softcap if p.softcap else 0.0
         return Modifiers(sinks, batch_stride, p.softcap, factor)
 
     def __call__(

@@ -31,24 +31,26 @@ BACKEND = Backend(
             width=128, block_m=128, block_n=128, num_stages=2, query_registers=True, turns=False, tuned=True,
             when=When(min_programs=0.7),
             reason="two consumers of 64 rows with all of Q, S, P and O in registers, and a producer warp",
-            provenance=f"{MEASURED}: best of 4 at S=4096; 0.99 to 1.57 times as fast as the portable row from 0.7 "
-            "programs per multiprocessor on, 0.6 to 0.9 times below 0.5",
+            provenance=f"{MEASURED}: best of 4 at S=4096; 1.2 to 1.6 times as fast as the portable row (D=72, 96, 128, "
+            "softcap, sinks, windows, packed)",
         ),
         HopperTile(
             width=64, block_m=192, block_n=128, num_stages=4, max_registers=160, skip=True, query_tiles=2, tuned=True,
             when=When(min_programs=4.0, min_keys=2048),
             reason="three consumers in turns: with the exponentials of one under the products of another",
-            provenance=f"{MEASURED}: best of 22 at S=4096",
+            provenance=f"{MEASURED}: best of 22 at S=4096; 1.2 to 1.4 times as fast as the portable row",
         ),
         HopperTile(
             width=64, block_m=128, block_n=128, num_stages=4, query_registers=True, turns=False, tuned=True,
-            when=When(min_programs=0.7),
-            reason="two consumers: tiles of 192 rows waste more of short sequences",
-            provenance=f"{MEASURED}: best of 22 at S=1024",
+            when=When(min_programs=0.7, min_keys=256),
+            reason="two consumers: tiles of 192 rows waste more of short sequences and windows",
+            provenance=f"{MEASURED}: best of 22 at S=1024; 1.1 to 1.3 times as fast as the portable row, 0.88 times in "
+            "a window of 128 keys",
         ),
         HopperTile(
-            width=256, block_m=128, block_n=64, num_stages=2, turns=False, when=When(min_programs=0.7),
-            reason="blocks of 64 keys: two slots of K and V beside Q fill the shared memory", provenance="not run yet",
+            width=256, block_m=128, block_n=64, num_stages=2, turns=False, tuned=True, when=When(min_programs=0.5),
+            reason="blocks of 64 keys: two slots of K and V beside Q fill the shared memory",
+            provenance=f"{MEASURED}: 1.06 to 1.58 times as fast as the portable row (D=160 to 256, 192 over 128)",
         ),
         # The portable kernel.
         Tile(
@@ -72,17 +74,10 @@ BACKEND = Backend(
         ),
         Tile(
             block_m=128, block_n=64, num_warps=8, num_stages=2, max_registers=128, descriptors=True,
-            when=When(max_head_dim=128, dtypes=HALF, plain=True, min_programs=2.0),
-            reason="two programs share an SM: one computes its softmax while the other multiplies; not called tuned, "
-            "for D=104 spills",
-            provenance=f"{MEASURED}: best of 19 at D=128",
-        ),
-        Tile(
-            block_m=128, block_n=64, num_warps=8, num_stages=2, max_registers=128, descriptors=True,
             when=When(max_head_dim=128, dtypes=HALF, min_programs=2.0),
-            reason="the same, not called tuned: builds with a mask, mods, dropout or packed sequences spill 8 to 250 "
-            "bytes, and are the fastest nevertheless",
-            provenance=f"{MEASURED}: with masks, best of 7 at D=128",
+            reason="two programs share an SM: one computes its softmax while the other multiplies; not called tuned: "
+            "builds with a mask, mods or dropout spill 8 to 250 bytes, and are the fastest nevertheless",
+            provenance=f"{MEASURED}: plain, best of 19 at D=128, with masks, of 7",
         ),
         Tile(
             block_m=64, block_n=64, num_warps=4, num_stages=3, descriptors=True,
@@ -102,20 +97,10 @@ BACKEND = Backend(
             reason="D=160 in tiles of 128 and 32 columns", provenance=f"{MEASURED}: best of 4 at D=160",
         ),
         Tile(
-            block_m=128, block_n=128, num_warps=8, num_stages=2, descriptors=True,
-            when=When(max_head_dim=192, max_v_head_dim=128, dtypes=HALF, plain=True, min_programs=0.5),
-            reason="D=192 over values of 128 columns (MLA)", provenance=f"{MEASURED}: best of 4 at 192/128",
-        ),
-        Tile(
-            block_m=128, block_n=64, num_warps=8, num_stages=2, descriptors=True,
-            when=When(dtypes=HALF, plain=True, min_programs=0.5), tuned=True,
-            reason="the accumulator of 128 x 256 takes half the registers: one program an SM, the largest that fits",
-            provenance=f"{MEASURED}: best of 7 at D=256",
-        ),
-        Tile(
             block_m=128, block_n=64, num_warps=8, num_stages=2, descriptors=True,
             when=When(dtypes=HALF, min_programs=0.5),
-            reason="the same with masks and the like, not called tuned", provenance="run on H200, not searched",
+            reason="the accumulator of 128 x 256 takes half the registers: one program an SM, the largest that fits",
+            provenance="run on H200, not searched",
         ),
         Tile(
             block_m=64, block_n=32, num_warps=8, num_stages=2, descriptors=True,

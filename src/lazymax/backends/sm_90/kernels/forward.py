@@ -54,7 +54,7 @@ class Modifiers(NamedTuple):
     sinks: Any  # (Hq,) or (B, Hq), one logit per head
     sinks_batch_stride: Any
     softcap: Any  # natural units
-    cap_factor: Any  # 2 * log2(e) * scale / softcap
+    cap_factor: Any  # 2 * log2(e) * |scale| / softcap
 
 
 class Call(NamedTuple):
@@ -179,11 +179,11 @@ def _issue_values(p, acc, shared, slot, config):
 
 @gluon.jit
 def _settle(s, call, config):
-    """Raw scores of the kernel's own positive scale."""
+    """Raw scores of the kernel's own positive scale, or capped ones."""
+    if config.NEGATE:
+        s = -s
     if config.SOFTCAP:
         s = softmax.capped(s, call.modifiers)
-    elif config.NEGATE:
-        s = -s
     return s
 
 

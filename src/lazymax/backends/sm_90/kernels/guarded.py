@@ -31,10 +31,10 @@ def _scores(q_rows, q_inside, k_base, key, span, call, config):
         k_inside = (keys < span.kv_len)[None, :] & (k_cols < config.D)[:, None]
         k = gl.load(k_rows[None, :] + k_cols[:, None], mask=k_inside, other=0.0)
         s = mma_v2(q, k, s)
+    if config.NEGATE:
+        s = -s
     if config.SOFTCAP:
         s = softmax.capped(s, call.modifiers)
-    elif config.NEGATE:
-        s = -s
     return s
 
 

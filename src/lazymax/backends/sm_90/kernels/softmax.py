@@ -7,12 +7,15 @@ log2 units inside one block, over all that it saw before, overflows its sum; `su
 computes it.
 """
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ....kernels.scores import LOG2E
 from ....kernels.softmax import FUSED_LIMIT, LN2, NEVER
 from . import assembly
+
+NAN_TOO = gl.constexpr(tl.PropagateNan.ALL)
 
 
 @gluon.jit
@@ -106,10 +109,11 @@ def add(l, factor, sums):
 
 @gluon.jit
 def capped(s, modifiers):
-    """softcap * tanh(scale * s / softcap), natural units, from raw scores. To 2.4e-7 of the softcap; no overflow for
-    any score."""
-    e = gl.exp2(s * modifiers.cap_factor)  # of 2 * scale * s / softcap
-    return modifiers.softcap - (2.0 * modifiers.softcap) * assembly.reciprocal(1.0 + e)
+    """softcap * tanh(|scale| * s / softcap), natural units, from raw scores: to 1e-7 of the softcap, and exact where it
+    saturates. No overflow for any score; one that is NaN stays one."""
+    x = gl.minimum(s * modifiers.cap_factor, 60.0, propagate_nan=NAN_TOO)
+    e = gl.exp2(x)  # of 2 * |scale| * s / softcap
+    return (e * modifiers.softcap - modifiers.softcap) * assembly.reciprocal(1.0 + e)
 
 
 @gluon.jit
