@@ -89,9 +89,21 @@ def _visible(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     v[:, :, 0, 2] = -torch.inf
 
 
+def _step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Keys of the first half score some 50 log2 units above the others (head dim 128)."""
+    q[..., 0] = 20
+    k[:, :, : k.shape[2] // 2, 0] = 20
+
+
+def _cliff(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Some 200 log2 units."""
+    q[..., 0] = 40
+    k[:, :, : k.shape[2] // 2, 0] = 40
+
+
 EDITS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]] = {
     "normal": lambda q, k, v: None, "huge": _huge, "large": _large, "rising": _rising, "hidden": _hidden,
-    "visible": _visible,
+    "visible": _visible, "step": _step, "cliff": _cliff,
 }  # fmt: skip
 
 

@@ -33,6 +33,8 @@ CALLS = (
     Call((1, 2, 1, 140, 300), CAUSAL, "huge"),
     Call((1, 2, 1, 140, 200), {"causal": "top_left"}, "hidden", "bshd"),
     Call((1, 2, 1, 140, 200), {}, "visible", sinks=True),
+    Call((1, 2, 1, 140, 600), CAUSAL, "step"),
+    Call((1, 1, 1, 140, 500), {}, "cliff"),
     Call((1, 2, 1, 450, 700), CAUSAL, offsets=((0, 70, 70, 300, 440), (0, 300, 310, 420, 700))),
     Call((3, 2, 1, 200, 420), CAUSAL | {"softcap": 20.0, "scale": -0.5}, sinks=True, lengths=(0, 130, 420)),
 )

@@ -35,6 +35,8 @@ CALLS = (
     Call((1, 4, 1, 200, 370), CAUSAL, "huge"),
     Call((1, 4, 1, 237, 297), CAUSAL, "hidden"),
     Call((1, 4, 1, 237, 297), CAUSAL, "visible"),
+    Call((1, 4, 2, 300, 1000), CAUSAL, "step"),
+    Call((1, 4, 2, 300, 1000), {"window": (400, None), "window_align": "bottom_right"}, "cliff"),
     Call((3, 2, 1, 265, 257), CAUSAL | {"rescale_threshold": 0.0}, "rising"),
     Call((2, 4, 1, 300, 700), CAUSAL | {"softcap": 20.0}, "large", sinks=True),
     Call((1, 4, 2, 300, 700), {"softcap": 200.0, "scale": -1.0}),
@@ -101,11 +103,11 @@ INDICES = [
 @pytest.mark.parametrize("index", INDICES)
 def test_rows_in_the_simulator(index: int, sim: Worker) -> None:
     full, *others = head_dims(ROWS[index])
-    of = list(range(12))
+    of = list(range(14))
     wrong = sim.call("simulated:seeds", index, full, "bf16", of[::2])
     wrong += sim.call("simulated:seeds", index, full, "fp16", of[1::2])
     for i, dims in enumerate(others):  # columns to spare: a plain and a packed call
-        wrong += sim.call("simulated:seeds", index, dims, ("bf16", "fp16")[i % 2], [2 + i, 10])
+        wrong += sim.call("simulated:seeds", index, dims, ("bf16", "fp16")[i % 2], [2 + i, 12])
     assert not wrong, "\n".join(wrong)
 
 
