@@ -9,6 +9,7 @@ from emulated import EDITS, laid_out
 
 from lazymax.backends import registry
 from lazymax.backends.sm_90.rows import HopperTile
+from lazymax.backends.sm_90.work import WHOLE, Division
 from lazymax.extras import Extras
 from lazymax.options import parse_options
 from lazymax.problem import Problem
@@ -39,6 +40,7 @@ class Call:
     sinks: bool = False
     lengths: tuple[int, ...] = ()  # seqlens_k
     offsets: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # of packed sequences
+    division: Division = WHOLE
 
     def inputs(
         self, dims: tuple[int, int], dtype: torch.dtype, seed: int, device: str = "cpu"
@@ -63,9 +65,28 @@ class Call:
         return (q, k, v), extras, problem
 
 
+# Those with heads packed, keys split, or both. Where keys are split block by block, some rows see none of a split's.
+DIVIDED = (
+    Call((2, 8, 2, 70, 300), CAUSAL, "rising", sinks=True, division=Division(heads=4)),
+    Call((1, 6, 2, 50, 150), {"window": (60, 30), "window_align": "bottom_right"}, "huge", "bshd",
+         division=Division(heads=4)),
+    Call((2, 2, 1, 150, 700), CAUSAL, "rising", "bshd", sinks=True, division=Division(splits=3)),
+    Call((1, 2, 1, 200, 650), {"causal": "top_left", "scale": -0.2}, division=Division(splits=2)),
+    Call((1, 2, 1, 140, 700), CAUSAL | {"window": (130, None)}, "huge", division=Division(splits=5)),
+    Call((3, 4, 1, 1, 600), CAUSAL, sinks=True, division=Division(4, 5)),
+    Call((2, 3, 1, 5, 500), CAUSAL | {"softcap": 20.0}, "large", "padded", True, division=Division(4, 2)),
+    Call((1, 16, 2, 20, 700), CAUSAL | {"window": (200, None)}, "hidden", division=Division(8, 4)),
+    Call((1, 8, 2, 70, 290), {"causal": "top_left"}, "visible", "bshd", sinks=True, division=Division(4, 3)),
+    Call((1, 4, 1, 70, 50), CAUSAL, sinks=True, division=Division(4, 2)),  # rows without keys; one split in the end
+    Call((1, 24, 1, 3, 400), {}, "hidden", division=Division(32, 4)),
+    Call((1, 64, 1, 2, 290), {}, sinks=True, division=Division(64, 3)),
+)  # fmt: skip
+
+
 def arranged(launch: Any, extras: Extras, device: torch.device) -> torch.Tensor:
     """What `HopperLaunch._arrange` makes on a GPU; of records without work only the head, -1, is set."""
-    from lazymax.backends.sm_90.launch import key_blocks, multiprocessors
+    from lazymax.backends.sm_90.launch import multiprocessors
+    from lazymax.backends.sm_90.work import key_blocks
 
     p, tile = launch.problem, launch.tile
     if p.packed:
@@ -93,3 +114,22 @@ def arranged(launch: Any, extras: Extras, device: torch.device) -> torch.Tensor:
         lap, cta = divmod(place, ctas)
         table[lap, ctas - 1 - cta if lap % 2 else cta] = torch.tensor(record, dtype=torch.int32)
     return table
+
+
+def merged(
+    launch: Any, parts: torch.Tensor, parts_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, extras: Extras
+) -> None:
+    """`HopperLaunch._merge` in torch; reads what `counts` says that there is, no more."""
+    p, (heads, splits) = launch.problem, launch.division
+    parts, parts_lse = (t.view(splits, p.batch, *t.shape[1:]) for t in (parts, parts_lse))
+    rows = launch.tile.block_m // heads
+    for block, count in enumerate(launch.counts.tolist()):
+        own = slice(block * rows, (block + 1) * rows)
+        lses, outs = parts_lse[:count, :, :, own], parts[:count, :, :, own]
+        if extras.sinks is not None:
+            sink = extras.sinks.expand(p.batch, p.q_heads)[None, :, :, None].expand_as(lses[:1])
+            lses, outs = torch.cat([lses, sink]), torch.cat([outs, torch.zeros_like(outs[:1])])
+        total = torch.logsumexp(lses, 0)
+        weights = torch.exp(lses - torch.where(total == -torch.inf, 0.0, total))[..., None]
+        out[:, :, own] = torch.where(weights == 0, 0.0, outs * weights).sum(0).to(out.dtype)
+        lse[:, :, own] = total

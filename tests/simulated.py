@@ -10,11 +10,13 @@ from unittest.mock import patch
 
 import torch
 import triton
-from hopper import CAUSAL, DTYPES, Call, arranged, rows
+from hopper import CAUSAL, DIVIDED, DTYPES, Call, arranged, merged, rows
 from simulators.gluon_sim import Options, activate, run_mutants
 
 from lazymax import arch as arches
+from lazymax.backends.sm_90 import work
 from lazymax.backends.sm_90.launch import HopperLaunch
+from lazymax.backends.sm_90.work import WHOLE, Division
 from lazymax.compiling import compile_plan
 from lazymax.dispatch import plan
 from lazymax.problem import Problem, output_strides
@@ -37,17 +39,19 @@ CALLS = (
     Call((1, 1, 1, 140, 500), {}, "cliff"),
     Call((1, 2, 1, 450, 700), CAUSAL, offsets=((0, 70, 70, 300, 440), (0, 300, 310, 420, 700))),
     Call((3, 2, 1, 200, 420), CAUSAL | {"softcap": 20.0, "scale": -0.5}, sinks=True, lengths=(0, 130, 420)),
+    *DIVIDED,
 )
 
 
 def simulate(index: int, which: int, dims: tuple[int, int], dtype: str, options: Options) -> tuple[bool, str]:
     """One call on few CTAs under the schedule of a seed, beside float64."""
     (q, k, v), extras, problem = CALLS[which].inputs(dims, DTYPES[dtype], options.seed)
-    launch = rows()[index].prepare(problem, None)  # type: ignore[arg-type]
+    launch = HopperLaunch.of_forward(problem, rows()[index], CALLS[which].division)
     launch.ctas = (2, 3, 1)[options.seed % 3]
     out = torch.empty_strided((*q.shape[:3], dims[1]), output_strides(q, dims[1]), dtype=q.dtype).fill_(torch.nan)
     lse = torch.full(q.shape[:3], torch.nan)
-    with activate(options), patch.object(HopperLaunch, "_arrange", arranged):
+    twins = patch.multiple(HopperLaunch, _arrange=arranged, _merge=merged)
+    with activate(options), twins, patch.object(work, "LEAST_KEYS", 1):
         launch(q, k, v, out, lse, extras)
     budgets = check_attention(out, lse, q, k, v, problem, extras)
     return all(b.ok for b in budgets), "; ".join(map(str, budgets))
@@ -79,11 +83,14 @@ def mutants(index: int, dims: tuple[int, int], of: list[int]) -> tuple[int, list
     return len(outcomes), [str(outcome.mutant) for outcome in outcomes if not outcome.killed]
 
 
-def assembled(index: int, dims: tuple[int, int], dtype: str, rules: dict[str, Any]) -> dict[str, Any]:
+def assembled(
+    index: int, dims: tuple[int, int], dtype: str, rules: dict[str, Any], division: tuple[int, int] = WHOLE
+) -> dict[str, Any]:
     """Compile, and what ptxas says: registers, bytes of spills, advisories that serialise every product ("C75")."""
     row = rows()[index]
     problem = Problem.from_shape((4, 32, 8, 4096, 4096, *dims), dtype, return_lse=True, **rules)
-    kernel = compile_plan(problem, replace(plan(problem, ARCH), tile=row), ARCH)
+    with patch.object(type(row), "division", lambda *_: Division(*division)):
+        kernel = compile_plan(problem, replace(plan(problem, ARCH), tile=row), ARCH)
     old = tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 8)
     knobs = triton.knobs.nvidia
     tool = [knobs.ptxas.path] if old else [knobs.ptxas_blackwell.path, "--regAllocOptLevel=2"]  # as Triton calls it

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from hopper import CAUSAL, Call, arranged, head_dims, rows
+from hopper import CAUSAL, DIVIDED, Call, arranged, head_dims, rows
 from simulators.gluon_sim import Worker
 
 from lazymax import arch as arches
 from lazymax.backends import When, registry
+from lazymax.backends.sm_90 import work
 from lazymax.backends.sm_90.rows import HopperTile
+from lazymax.backends.sm_90.work import WHOLE, Division
 from lazymax.dispatch import plan
 from lazymax.problem import Problem
 from lazymax.testing import check_attention, make_qkv
@@ -49,6 +51,18 @@ CALLS = (
 )
 
 
+UNDIVIDED = 14  # calls of `simulated.CALLS`, of which one has the number of each seed; the divided ones come after
+# Packed, split, and both: as a row chooses, and as it is told.
+DIVIDED_CALLS = (
+    *DIVIDED,
+    Call((4, 32, 8, 1, 8192), division=Division(4, 4)),
+    Call((2, 32, 8, 64, 4096), CAUSAL, "rising", "bshd", division=Division(4, 4)),
+    Call((1, 6, 2, 1000, 3001), CAUSAL, sinks=True, division=Division(1, 5)),
+    Call((1, 8, 8, 900, 5000), {"window": (700, 20), "window_align": "bottom_right"}, division=Division(1, 3)),
+    Call((2, 24, 8, 130, 2000), CAUSAL | {"softcap": 20.0}, "large", sinks=True, division=Division(4, 2)),
+)
+
+
 def run(row: HopperTile, call: Call, dims: tuple[int, int], dtype: torch.dtype, device: str) -> tuple[bool, str]:
     (q, k, v), extras, problem = call.inputs(dims, dtype, sum(call.shape), device)
     arch = arches.of(q.device)
@@ -57,6 +71,8 @@ def run(row: HopperTile, call: Call, dims: tuple[int, int], dtype: torch.dtype, 
     out = torch.full((*q.shape[:3], dims[1]), torch.nan, dtype=dtype, device=device)
     lse = torch.full(q.shape[:3], torch.nan, device=device)
     launch = row.prepare(problem, replace(plan(problem, arch), tile=row))
+    if call.division != WHOLE:
+        launch = type(launch).of_forward(problem, row, call.division)
     for _ in range(2):  # the second call launches the binary directly
         launch(q, k, v, out, lse, extras)
     first = out.clone()
@@ -86,6 +102,19 @@ def test_rows_on_the_gpu(index: int, which: int, device: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize("which", range(len(DIVIDED_CALLS)))
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_divided_on_the_gpu(width: int, which: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device != "cuda" or arches.of(torch.device(device)).id != "sm_90":
+        pytest.skip(f"needs an H100 or H200: this is {arches.of(torch.device(device)).id}")
+    if which < len(DIVIDED):
+        monkeypatch.setattr(work, "LEAST_KEYS", 1)
+    row = next(row for row in ROWS if row.width == width and row.warpgroups == 2)
+    for dtype in (torch.bfloat16, torch.float16):
+        ok, why = run(row, DIVIDED_CALLS[which], head_dims(row)[0], dtype, device)
+        assert ok, f"{DIVIDED_CALLS[which]} {dtype}: {why}"
+
+
 @pytest.fixture(scope="session")
 def sim() -> Iterator[Worker]:
     with Worker() as worker:
@@ -103,12 +132,30 @@ INDICES = [
 @pytest.mark.parametrize("index", INDICES)
 def test_rows_in_the_simulator(index: int, sim: Worker) -> None:
     full, *others = head_dims(ROWS[index])
-    of = list(range(14))
+    of = list(range(UNDIVIDED))
     wrong = sim.call("simulated:seeds", index, full, "bf16", of[::2])
     wrong += sim.call("simulated:seeds", index, full, "fp16", of[1::2])
     for i, dims in enumerate(others):  # columns to spare: a plain and a packed call
         wrong += sim.call("simulated:seeds", index, dims, ("bf16", "fp16")[i % 2], [2 + i, 12])
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("width", [64, pytest.param(128, marks=pytest.mark.slow)])
+def test_divided_in_the_simulator(width: int, sim: Worker) -> None:
+    index = next(i for i, row in enumerate(ROWS) if row.width == width and row.warpgroups == 2)
+    of = list(range(UNDIVIDED, UNDIVIDED + len(DIVIDED)))
+    wrong = sim.call("simulated:seeds", index, (width, width), "bf16", of[::2])
+    wrong += sim.call("simulated:seeds", index, (width, width), "fp16", of[1::2])
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("division", [(4, 1), (1, 4), (4, 4)], ids=["pack", "split", "both"])
+@pytest.mark.parametrize("width", [64, 128])
+def test_ptxas_has_nothing_to_say_of_divided_builds(width: int, division: tuple[int, int], sim: Worker) -> None:
+    index = next(i for i, row in enumerate(ROWS) if row.width == width and row.warpgroups == 2)
+    for rules in BANDS[:2]:
+        report = sim.call("simulated:assembled", index, (width, width), "bf16", rules, division)
+        assert not report["advisories"] and report["wgmma"] > 0 and not report["spills"], f"{rules}: {report}"
 
 
 @pytest.mark.parametrize("index", INDICES)
@@ -125,7 +172,9 @@ def test_ptxas_has_nothing_to_say(index: int, sim: Worker) -> None:
 @pytest.mark.parametrize("index", range(len(ROWS)), ids=[row.name for row in ROWS])
 def test_many_schedules(index: int, sim: Worker) -> None:
     for dtype in ("bf16", "fp16"):
-        wrong = sim.call("simulated:seeds", index, head_dims(ROWS[index])[0], dtype, list(range(25)))
+        wrong = sim.call(
+            "simulated:seeds", index, head_dims(ROWS[index])[0], dtype, list(range(2 * (UNDIVIDED + len(DIVIDED))))
+        )
         assert not wrong, "\n".join(wrong)
 
 

@@ -207,6 +207,8 @@ class Explanation:
         if plan.tile:
             t = plan.tile
             lines.append(f"tile      {t.describe(plan.rescale)}")
+            own = t.describe_for(p, self.arch)
+            lines += [f"          {own}"] if own else []
             lines.append(f"          {'tuned' if t.tuned else 'not tuned'}: {t.provenance}")
         lines += [f"note      {note}" for note in plan.notes]
         lines += [f"refused   {r.candidate}: {r.reason}" for r in plan.rejected]

@@ -39,8 +39,9 @@ class When:
     min_programs: float | None = None  # programs of this row's size per multiprocessor
     min_keys: int | None = None  # that a query can see, see `Problem.reach`
 
-    def refusal(self, problem: Problem, arch: Arch, block_m: int) -> str | None:
-        """Why the problem does not meet the condition, or None."""
+    def refusal(self, problem: Problem, arch: Arch, block_m: int, programs: int | None = None) -> str | None:
+        """Why the problem does not meet the condition, or None. programs: of a row that divides problems its own way;
+        None: one for each query tile of every head."""
         head_dim = max(problem.head_dim, problem.v_head_dim)
         limit = self.max_head_dim or USUAL_HEAD_DIM
         if head_dim > limit:
@@ -60,7 +61,8 @@ class When:
             return "for problems without masks, mods and the like" if self.plain else "for masks, mods and the like"
         if self.min_keys is not None and problem.reach < self.min_keys:
             return f"for {self.min_keys} keys of a query and more, got {problem.reach}"
-        programs = problem.q_tiles(block_m) * problem.q_heads
+        if programs is None:
+            programs = problem.q_tiles(block_m) * problem.q_heads
         if self.min_programs is not None and programs < self.min_programs * arch.multiprocessors:
             return f"for {self.min_programs:g} programs per multiprocessor and more, got {programs} in all"
         return None
@@ -95,6 +97,10 @@ class Tile:
             f"{self.block_m} queries x {self.block_n} keys, {self.num_warps} warps, {self.num_stages} stages, "
             f"loads by {'descriptor' if self.descriptors else 'pointer'}, rescale by {rescale}"
         )
+
+    def describe_for(self, problem: Problem, arch: Arch) -> str | None:
+        """A second line, where the row does something of its own with this problem."""
+        return None
 
     def prepare(self, problem: Problem, plan: "Plan") -> Any:
         """The kernel of this row, ready to be called: see `kernels.launch.ForwardLaunch`. Imports Triton."""

@@ -1,7 +1,6 @@
 """From a problem and a row to the arguments of this backend's kernel, for a launch or a compile without a GPU."""
 
 import functools
-import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -19,79 +18,72 @@ from ...kernels.memory import View
 from ...kernels.sequences import Lengths
 from ...problem import Problem, default_threshold
 from .kernels.forward import Config, Modifiers, attention_forward
-from .kernels.layouts import out_width, width
+from .kernels.layouts import out_width, query_box, width
+from .kernels.merge import ROWS, merge
 from .kernels.schedule import CHUNK, arrange
 from .rows import HopperTile
+from .work import TILE_COST, WHOLE, Division, cost, deal, first_heads, queries, splits_of
 
 L2_BUDGET = 24 << 20  # bytes of K and V that heads worked on side by side may have; the L2 has 50 MB
-TILE_COST = 0.3  # of what a tile costs beside its key blocks, in key blocks
-
-
-def key_blocks(first_row: int, problem: Problem, tile: HopperTile) -> int:
-    """Key blocks that a tile visits; the twin of `bounds.key_blocks`."""
-    p, first, end = problem, 0, problem.kv_len
-    if p.last_offset is not None:
-        end = min(end, max(min(first_row + tile.block_m, p.q_len) + p.last_offset, 0))
-    if p.first_offset is not None:
-        first = min(max(first_row + p.first_offset, 0), end) // tile.block_n
-    return max(-(-end // tile.block_n) - first, 1)
-
-
-def cost(first_row: int, problem: Problem, tile: HopperTile) -> float:
-    """Of a tile, in key blocks. Those that some consumers leave out take less time, though not in proportion."""
-    visits = key_blocks(first_row, problem, tile)
-    if not tile.skip:
-        return visits
-    stop = -(-_keys_before(first_row + tile.block_m, problem) // tile.block_n)
-    own = 0
-    for row in range(first_row, first_row + tile.block_m, 64):
-        inside = row < problem.q_len
-        left_out = stop - -(-_keys_before(row + 64, problem) // tile.block_n) if inside else visits
-        own += visits - max(0, min(left_out, visits - 1))
-    return round(0.4 * visits + 0.6 * own / tile.warpgroups, 2)
-
-
-def _keys_before(stop_row: int, problem: Problem) -> int:
-    """The end of the keys that the rows before stop_row see."""
-    p = problem
-    return p.kv_len if p.last_offset is None else min(p.kv_len, max(min(stop_row, p.q_len) + p.last_offset, 0))
 
 
 @functools.lru_cache(maxsize=64)
-def schedule(costs: tuple[float, ...], heads: int, side_by_side: int, ctas: int, device: torch.device) -> torch.Tensor:
+def schedule(
+    costs: tuple[float, ...], heads: range, side_by_side: int, ctas: int, device: torch.device
+) -> torch.Tensor:
     """(rounds, CTAs) int32: the tile that each CTA takes in each round, head << 16 | row block, -1 for none.
 
-    costs: key blocks of each row block. Heads go in groups of `side_by_side`, whose K and V stay in the L2; in a group
-    the longest row blocks come first, each to the CTA with the least to do so far. One group of all heads lost 20% at
-    1024 keys; a round-robin of unequal tiles, which beats against the number of CTAs, took up to 1.7 times as long.
+    costs: key blocks of each row block. heads: of every tile the first. They go in groups of `side_by_side`, whose K
+    and V stay in the L2; in a group the longest row blocks come first, each to the CTA with the least to do so far. One
+    group of all heads lost 20% at 1024 keys; a round-robin of unequal tiles, which beats against the number of CTAs,
+    took up to 1.7 times as long.
     """
     blocks = sorted(range(len(costs)), key=lambda block: -costs[block])
     row_blocks = torch.tensor(blocks, dtype=torch.int32)[:, None]
-    groups = torch.split(torch.arange(heads, dtype=torch.int32), side_by_side)
+    groups = torch.split(torch.tensor(heads, dtype=torch.int32), side_by_side)
     order = torch.cat([(row_blocks | group << 16).flatten() for group in groups])
     if len(set(costs)) == 1 or len(order) <= ctas:
         rounds = -(-len(order) // ctas)
         table = torch.nn.functional.pad(order, (0, rounds * ctas - len(order)), value=-1).view(rounds, ctas)
     else:
-        table = _longest_first(order.tolist(), costs, ctas)
+        table = _dealt([costs[code & 0xFFFF] + TILE_COST for code in order.tolist()], ctas, order, order.new_tensor(-1))
     return table.to(device)
 
 
-def _longest_first(order: list[int], costs: tuple[float, ...], ctas: int) -> torch.Tensor:
-    """Each tile to the CTA with the least to do."""
-    given: list[list[int]] = [[] for _ in range(ctas)]
-    load = [(0.0, cta) for cta in range(ctas)]
-    for code in order:
-        busy, cta = load[0]
-        given[cta].append(code)
-        heapq.heapreplace(load, (busy + costs[code & 0xFFFF] + TILE_COST, cta))
+def _dealt(costs: list[float], ctas: int, records: torch.Tensor, none: torch.Tensor) -> torch.Tensor:
+    """(rounds, CTAs, ...): records, each of a cost and longest first, dealt to the CTAs; `none` fills the gaps."""
+    given, _ = deal(costs, ctas)
     rounds = max(map(len, given))
-    return torch.tensor([tiles + [-1] * (rounds - len(tiles)) for tiles in given], dtype=torch.int32).T.contiguous()
+    places = torch.tensor([indices + [-1] * (rounds - len(indices)) for indices in given])
+    return torch.cat([records, none[None]])[places].transpose(0, 1).contiguous()
 
 
-def multiprocessors(device: torch.device) -> int:
-    """Of the GPU that will run it; without one, of the usual card."""
-    if device.type == "cuda":
+@functools.lru_cache(maxsize=64)
+def split_schedule(
+    problem: Problem, tile: HopperTile, division: Division, ctas: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rounds, CTAs, 4) int32 records: tile as in `schedule`, split * batch, first key, end of the keys; and (row
+    blocks,) int32, how many splits each has. The longest come first. With so few tiles nothing is gained by an order of
+    heads: all are worked on at once."""
+    by_block = splits_of(problem, tile, division)
+    splits = [(block, split, *keys) for block, of in enumerate(by_block) for split, keys in enumerate(of)]
+    splits.sort(key=lambda record: record[2] - record[3])
+    records, costs = [], []
+    for block, split, begin, end in splits:
+        for head in first_heads(problem, division.heads):
+            keys = begin * tile.block_n, min(end * tile.block_n, problem.kv_len)
+            records.append((head << 16 | block, split * problem.batch, *keys))
+            costs.append(end - begin + TILE_COST)
+    none = torch.tensor([-1, 0, 0, 0], dtype=torch.int32)
+    table = _dealt(costs, min(len(records), ctas), torch.tensor(records, dtype=torch.int32), none)
+    return table.to(device), torch.tensor([len(of) for of in by_block], dtype=torch.int32, device=device)
+
+
+def multiprocessors(device: torch.device | None = None) -> int:
+    """Of the GPU that will run it, by default the current one; without one, of the usual card."""
+    if device is None and torch.cuda.is_available():
+        device = torch.device("cuda")
+    if device is not None and device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).multi_processor_count)
     return by_name("sm_90").multiprocessors
 
@@ -118,9 +110,20 @@ def rebased(descriptor: TensorDescriptor, t: torch.Tensor) -> TensorDescriptor:
     return copy
 
 
+def describe_rows(t: torch.Tensor, problem: Problem, config: Config, cols: int) -> TensorDescriptor:
+    """Of Q or O, with the rows of a consumer as blocks: of one head, or of a group of heads in a view with five
+    dimensions. There is no row past the group, nor past the last query: such rows read as 0 and are not stored."""
+    if config.PACK.value == 1:
+        return describe(t, 64, cols)
+    shape = [t.shape[0], problem.kv_heads, problem.group, *t.shape[2:]]
+    steps = t.stride(0), t.stride(1) * problem.group, t.stride(1), t.stride(2)
+    strides = [step if size > 1 else 64 for size, step in zip(shape[:4], steps, strict=True)]
+    return TensorDescriptor(t, shape, [*strides, 1], query_box(config.PACK.value, cols), _shared_layout(cols, 5))
+
+
 @functools.cache
-def _shared_layout(dim: int) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout(min(128, 2 * dim), 16, rank=4)
+def _shared_layout(dim: int, rank: int = 4) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(min(128, 2 * dim), 16, rank=rank)
 
 
 @dataclass(slots=True)
@@ -133,17 +136,21 @@ class HopperLaunch:
     config: Config
     options: dict[str, Any]
     ctas: int | None = None  # at most, side by side; None: one for each multiprocessor
+    division: Division = WHOLE
     table: torch.Tensor | None = None  # see `schedule`; ragged problems have another in every call
+    counts: torch.Tensor | None = None  # of splits, see `split_schedule`
     side_by_side: int | None = None  # CTAs of a call
     heads_together: int | None = None  # at most, see `schedule`
     strides: tuple[tuple[int, ...], ...] | None = None  # of the views of q, k, v, out
     descriptors: tuple[TensorDescriptor, ...] | None = None  # of the first call's tensors
     binary: Callable[..., None] | None = None
     arranging: Callable[..., None] | None = None  # binary of `arrange`
+    merging: Callable[..., None] | None = None  # binary of `merge`
 
     @classmethod
-    def of_forward(cls, problem: Problem, tile: HopperTile) -> "HopperLaunch":
-        p = problem
+    def of_forward(cls, problem: Problem, tile: HopperTile, division: Division = WHOLE) -> "HopperLaunch":
+        p, split = problem, division.splits > 1
+        assert not p.ragged or division == WHOLE
         assert tile.warpgroups in (2, 3) and tile.num_stages & (tile.num_stages - 1) == 0
         config = Config(
             BLOCK_N=tile.block_n,
@@ -156,10 +163,12 @@ class HopperLaunch:
             RAGGED=p.ragged,
             PACKED=p.packed is not None,
             BOTTOM_RIGHT=p.align == "bottom_right",
+            PACK=division.heads,
+            SPLIT=split,
             NEGATE=p.scale < 0,
             SOFTCAP=p.softcap > 0,
-            SINKS=p.sinks,
-            STORE_LSE=p.return_lse,
+            SINKS=p.sinks and not split,  # else they count once, in `merge`
+            STORE_LSE=p.return_lse or split,
             TURNS=tile.turns,
             # The sums raise a pivot lazily, whatever the threshold is; fp16 has not the range for it.
             BY_SUM=p.dtype == "bfloat16" and p.rescale_threshold == default_threshold(None),
@@ -169,7 +178,8 @@ class HopperLaunch:
             REGISTERS=tile.max_registers,
         )
         # Triton's default for fusion flips in 3.10; the fused exponent wants it.
-        return cls(p, tile, constant(config), dict(num_warps=tile.num_warps, enable_fp_fusion=True))
+        options = dict(num_warps=tile.num_warps, enable_fp_fusion=True)
+        return cls(p, tile, constant(config), options, division=division)
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -184,11 +194,15 @@ class HopperLaunch:
         return max(1, min(heads, self.heads_together or heads, L2_BUDGET // max(1, bytes_of_head)))
 
     def _schedule(self, device: torch.device) -> torch.Tensor:
-        p, tile = self.problem, self.tile
-        costs = tuple(cost(row, p, tile) for row in range(0, p.q_len, tile.block_m))
-        heads = p.batch * p.q_heads
-        ctas = min(len(costs) * heads, self.ctas or multiprocessors(device))
-        return schedule(costs, heads, self._heads_together(heads), ctas, device)
+        p, tile, packed = self.problem, self.tile, self.division.heads
+        ctas = self.ctas or multiprocessors(device)
+        if self.division.splits > 1:
+            table, self.counts = split_schedule(p, tile, self.division, ctas, device)
+            return table
+        costs = tuple(cost(row, p, tile, packed) for row in range(0, p.q_len, queries(tile, packed)))
+        heads = first_heads(p, packed)
+        together = max(1, self._heads_together(p.batch * p.q_heads) // heads.step)
+        return schedule(costs, heads, together, min(len(costs) * len(heads), ctas), device)
 
     def _arrange(self, extras: Extras, device: torch.device) -> torch.Tensor:
         """The schedule of a ragged problem, made on the device in every call."""
@@ -225,8 +239,14 @@ class HopperLaunch:
         lse: torch.Tensor,
         extras: Extras = NO_EXTRAS,
     ) -> tuple[Any, ...]:
-        """Positional arguments of the kernel; the first call makes the schedule, of ragged problems every call."""
-        p, tensors = self.problem, (q, k, v, out)
+        """Positional arguments of the kernel; the first call makes the schedule, of ragged problems every call. Where
+        keys are split, what the splits are stored in takes the place of out and lse."""
+        p = self.problem
+        if self.division.splits > 1:
+            slabs = self.division.splits * p.batch
+            out = torch.empty(slabs, *out.shape[1:], dtype=torch.float32, device=q.device)
+            lse = torch.empty(slabs, *out.shape[1:3], dtype=torch.float32, device=q.device)
+        tensors = (q, k, v, out)
         table = self.table
         if p.ragged:
             table = self._arrange(extras, q.device)
@@ -238,11 +258,12 @@ class HopperLaunch:
         views = (View(t, *steps) for t, steps in zip(tensors, self.strides, strict=True))
         if self.descriptors is None:
             keys, dim, v_dim = self.tile.block_n, width(p.head_dim), width(p.v_head_dim)
-            self.descriptors = (
-                describe(q, 64, dim), describe(k, keys, dim), describe(v, keys, v_dim),
-                describe(out, 64, out_width(p.v_head_dim)),
-            )  # fmt: skip
-        tiles = (rebased(descriptor, t) for descriptor, t in zip(self.descriptors, tensors, strict=True))
+            of_q, of_k = describe_rows(q, p, self.config, dim), describe(k, keys, dim)
+            self.descriptors = of_q, of_k, describe(v, keys, v_dim)
+            if self.division.splits == 1:
+                self.descriptors += (describe_rows(out, p, self.config, out_width(p.v_head_dim)),)
+        tiles = [rebased(descriptor, t) for descriptor, t in zip(self.descriptors, tensors, strict=False)]
+        tiles += [None] * (4 - len(tiles))
         band = (p.first_offset or 0, p.last_offset or 0)
         return (
             *views, lse, q.shape[2], *tiles, table, table.shape[0], LOG2E if p.softcap else positive_scale(p),
@@ -265,4 +286,25 @@ class HopperLaunch:
         lse: torch.Tensor,
         extras: Extras = NO_EXTRAS,
     ) -> None:
-        start(self, self.arguments(q, k, v, out, lse, extras))
+        arguments = self.arguments(q, k, v, out, lse, extras)
+        start(self, arguments)
+        if self.division.splits > 1:
+            self._merge(arguments[3].ptr, arguments[4], out, lse, extras)
+
+    def _merge(
+        self, parts: torch.Tensor, parts_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, extras: Extras
+    ) -> None:
+        p, (heads, splits) = self.problem, self.division
+        rows = p.batch * p.q_heads * p.q_len
+        modifiers = self._modifiers(lse, extras)
+        arguments = (
+            parts, parts_lse, self.counts, View(out, *view_strides(out)), lse, modifiers.sinks,
+            modifiers.sinks_batch_stride, rows, p.q_heads, p.q_len, queries(self.tile, heads), p.v_head_dim,
+            triton.next_power_of_2(p.v_head_dim), triton.next_power_of_2(splits), p.sinks, p.return_lse,
+        )  # fmt: skip
+        if self.merging is not None:
+            self.merging(*arguments)
+            return
+        grid = (-(-rows // ROWS.value), 1, 1)
+        built = merge[grid](*arguments, num_warps=ROWS.value)
+        self.merging = built[grid] if built is not None else None

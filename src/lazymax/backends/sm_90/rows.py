@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from ...arch import Arch
 from ...problem import Problem
 from .. import HALF, Tile
+from .work import WHOLE, Division, divide, programs
 
 if TYPE_CHECKING:
     from ...dispatch import Plan
@@ -32,6 +33,8 @@ class HopperTile(Tile):
     skip: bool = False  # a consumer leaves out the blocks that none of its rows sees
     query_tiles: int = 1  # of each consumer in shared memory; with 2 the next tile's come early
     query_registers: bool = False  # Q in registers, not in shared memory; below Triton 3.7, see launch.keeps_queries
+    pack: bool = False  # the heads of a group share tiles where queries are few, see work.py
+    split: bool = False  # keys are split where tiles are few
 
     @property
     def warpgroups(self) -> int:
@@ -41,8 +44,13 @@ class HopperTile(Tile):
     @property
     def name(self) -> str:
         words = {"q": self.query_registers, "turns": self.turns, "skip": self.skip, "q2": self.query_tiles == 2}
+        words |= {"pack": self.pack, "split": self.split}
         said = [f"{self.block_m}x{self.block_n}", f"s{self.num_stages}", *(word for word, on in words.items() if on)]
         return "-".join(("ws", *said))
+
+    def division(self, problem: Problem, multiprocessors: int) -> Division:
+        """How many heads share a tile of the problem, and how many splits its keys have."""
+        return divide(problem, self, multiprocessors)
 
     def describe(self, rescale: str) -> str:
         return (
@@ -50,6 +58,12 @@ class HopperTile(Tile):
             f"{' in turns' if self.turns else ''} and a producer warp, {self.num_stages} slots of K and V, "
             f"Q in {'registers' if self.query_registers else 'shared memory'}, rescale only where a row needs it"
         )
+
+    def describe_for(self, problem: Problem, arch: Arch) -> str | None:
+        heads, splits = division = self.division(problem, arch.multiprocessors)
+        said = [f"the {problem.group} heads of a group in one tile"] if heads > 1 else []
+        said += [f"keys in up to {splits} splits, then joined"] if splits > 1 else []
+        return f"{', '.join(said)}: {programs(problem, self, division)} programs" if said else None
 
     def refusal(self, problem: Problem, arch: Arch) -> str | None:
         p = problem
@@ -65,7 +79,12 @@ class HopperTile(Tile):
             return f"needs warpgroup products and tensor descriptors, {arch.id} has not both"
         if p.descriptor_refusal:
             return f"needs tensor descriptors: {p.descriptor_refusal}"
-        return self._too_large(p) or self.when.refusal(p, arch, self.block_m)
+        return self._too_large(p) or self.when.refusal(p, arch, self.block_m, self._programs(p, arch))
+
+    def _programs(self, p: Problem, arch: Arch) -> int | None:
+        """None: as many as there are tiles of one head."""
+        division = self.division(p, arch.multiprocessors) if self.pack or self.split else WHOLE
+        return programs(p, self, division) if division != WHOLE else None
 
     def _fits(self, dim: int, v_dim: int) -> bool:
         least = self.width // 2 + 8 if self.width > 64 else 64
@@ -89,6 +108,6 @@ class HopperTile(Tile):
         return None
 
     def prepare(self, problem: Problem, plan: "Plan") -> Any:
-        from .launch import HopperLaunch
+        from .launch import HopperLaunch, multiprocessors
 
-        return HopperLaunch.of_forward(problem, self)
+        return HopperLaunch.of_forward(problem, self, self.division(problem, multiprocessors()))

@@ -1,6 +1,8 @@
 """Which tile is next, which key blocks it visits, and which of them the band or the length cuts.
 
-A tile is 64 query rows for each consumer warpgroup, of one head. Blocks are visited from the last to the first, so that
+A tile is 64 query rows for each consumer warpgroup, of one head or, where there are few queries, of the PACK heads that
+share a key head. Where there are few tiles, the keys are split: each split is a tile whose keys, and band, count from
+its first key, with results of its own, which `merge.py` joins. Blocks are visited from the last to the first, so that
 the one cut by the length, and under a causal mask by the diagonal, comes first.
 """
 
@@ -9,16 +11,19 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from . import layouts
+
 
 class Span(NamedTuple):
     """A tile, and the batch element or packed sequence that it is part of. Rows and keys count from its first."""
 
-    head: Any  # negative: there is no tile
+    head: Any  # the first of the tile; negative: there is no tile
     batch: Any  # index of the batch element or sequence
-    slab: Any  # its index in the tensors' batch dimension: 0 if packed
+    slab: Any  # its index in the batch dimension of q, k and v: 0 if packed
+    out_slab: Any  # and in that of the results
     first_row: Any  # of the tile
     q_row: Any  # row of the tensors where it begins: 0 unless packed
-    k_row: Any
+    k_row: Any  # where its keys, or those of the split, begin
     q_len: Any
     kv_len: Any
     first_offset: Any  # the band, see `attention_forward`
@@ -42,16 +47,47 @@ def tile(i, call, config):
         slab = batch
         if config.PACKED:
             slab = 0 * batch
-        span = Span(gl.load(record), batch, slab, gl.load(record + 2), gl.load(record + 3), gl.load(record + 5), q_len,
-                    kv_len, first_offset, last_offset)
+        span = Span(gl.load(record), batch, slab, slab, gl.load(record + 2), gl.load(record + 3), gl.load(record + 5),
+                    q_len, kv_len, first_offset, last_offset)
     else:
-        code = gl.load(call.schedule + place)
+        record = call.schedule + place
+        if config.SPLIT:
+            record = call.schedule + place * 4  # see `launch.split_schedule`
+        code = gl.load(record)
         index = code >> 16  # of the head in the whole batch, negative where there is no tile
         batch = index // call.q_heads
-        first_row = (code & 0xFFFF) * (64 * config.WARPGROUPS)
-        span = Span(index - batch * call.q_heads, batch, batch, first_row, 0 * index, 0 * index, call.q_len,
-                    call.kv_len, call.first_offset, call.last_offset)
+        first_row = (code & 0xFFFF) * (layouts.queries(config.PACK) * config.WARPGROUPS)
+        head = index - batch * call.q_heads
+        if config.SPLIT:
+            begin = gl.load(record + 2)
+            span = Span(head, batch, batch, gl.load(record + 1) + batch, first_row, 0 * index, begin, call.q_len,
+                        gl.load(record + 3) - begin, call.first_offset - begin, call.last_offset - begin)
+        else:
+            span = Span(head, batch, batch, batch, first_row, 0 * index, 0 * index, call.q_len, call.kv_len,
+                        call.first_offset, call.last_offset)
     return span
+
+
+@gluon.jit
+def own_row(span, config, W: gl.constexpr):
+    """The first query of consumer W."""
+    return span.first_row + W * layouts.queries(config.PACK)
+
+
+@gluon.jit
+def rows(span, row, L: gl.constexpr, call, config):
+    """(query, head, inside) of a consumer's 64 rows, in layout L: the query, which for the first is `row`, the head,
+    counted from the tile's first, and whether there is such a row."""
+    own = gl.arange(0, 64, L)
+    if config.PACK == 1:
+        query = row + own
+        head = 0 * span.head
+        inside = query < span.q_len
+    else:
+        query = row + own % layouts.queries(config.PACK)
+        head = own // layouts.queries(config.PACK)
+        inside = (query < span.q_len) & (head < call.group)
+    return query, head, inside
 
 
 @gluon.jit
@@ -61,7 +97,7 @@ def key_blocks(span, config):
     first = 0 * span.kv_len
     end = span.kv_len
     if config.HAS_LAST:
-        last_row = gl.minimum(span.first_row + 64 * config.WARPGROUPS, span.q_len) - 1
+        last_row = gl.minimum(own_row(span, config, config.WARPGROUPS), span.q_len) - 1
         end = gl.minimum(end, gl.maximum(last_row + span.last_offset + 1, 0))
     if config.HAS_FIRST:
         first = gl.minimum(gl.maximum(span.first_row + span.first_offset, 0), end) // BLOCK_N
@@ -71,20 +107,21 @@ def key_blocks(span, config):
 @gluon.jit
 def visits(i, call, config, W: gl.constexpr):
     """Of consumer W in the i-th tile: (span, count, skipped, begin, end, row, key). Visit n of `count` is to the keys
-    from key - n * BLOCK_N on; row is its first of 64. The first `skipped` visits it leaves out, for none of its rows
+    from key - n * BLOCK_N on; row is its first query. The first `skipped` visits it leaves out, for none of its rows
     sees a key there. In the visits [begin, end) every row sees every key, and has seen one before.
 
     The tile is read anew, so that what comes before need not hold what is computed here.
     """
     BLOCK_N: gl.constexpr = config.BLOCK_N
+    QUERIES: gl.constexpr = layouts.queries(config.PACK)
     span = tile(i, call, config)
     first, stop = key_blocks(span, config)
-    row = span.first_row + W * 64
+    row = own_row(span, config, W)
     skipped = 0 * first
     if config.SKIP:
         seen = span.kv_len
         if config.HAS_LAST:
-            seen = gl.minimum(seen, gl.maximum(gl.minimum(row + 64, span.q_len) + span.last_offset, 0))
+            seen = gl.minimum(seen, gl.maximum(gl.minimum(row + QUERIES, span.q_len) + span.last_offset, 0))
         seen = gl.where(row < span.q_len, seen, 0)
         skipped = gl.minimum(stop - (seen + BLOCK_N - 1) // BLOCK_N, stop - first - 1)
     begin = skipped + 1
@@ -93,6 +130,6 @@ def visits(i, call, config, W: gl.constexpr):
         inner_stop = gl.minimum(span.kv_len, gl.maximum(row + span.last_offset, 0)) // BLOCK_N
         begin = gl.minimum(stop - first, gl.maximum(stop - inner_stop, begin))
     if config.HAS_FIRST:
-        inner_first = (gl.maximum(row + 63 + span.first_offset, 0) + BLOCK_N - 1) // BLOCK_N
+        inner_first = (gl.maximum(row + (QUERIES - 1) + span.first_offset, 0) + BLOCK_N - 1) // BLOCK_N
         end = gl.maximum(begin, gl.minimum(stop - inner_first, stop - first))
     return span, stop - first, skipped, begin, end, row, (stop - 1) * BLOCK_N

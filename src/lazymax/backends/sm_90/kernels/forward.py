@@ -1,9 +1,9 @@
 """The forward for Hopper, in Gluon: products of warpgroups, TMA, and a role for each warpgroup.
 
-A persistent CTA is WARPGROUPS consumers with 64 query rows each and one producer warp. The producer streams K and V by
-TMA through a ring whose slots hold K of block j and V of block j - 1 (in the order of visits), so that a block costs
-one barrier in each direction. A consumer issues the product of Q with K of block j and of P with V of block j - 1
-together, then runs the softmax of j while the second is on the tensor cores; P stays in registers.
+A persistent CTA is WARPGROUPS consumers with 64 query rows each (see `bounds.py`) and one producer warp. The producer
+streams K and V by TMA through a ring whose slots hold K of block j and V of block j - 1 (in the order of visits), so
+that a block costs one barrier in each direction. A consumer issues the product of Q with K of block j and of P with V
+of block j - 1 together, then runs the softmax of j while the second is on the tensor cores; P stays in registers.
 
 The maths is that of `kernels/softmax.py`; what is different is said where it is. Cycles: docs/notes/sm_90.md.
 """
@@ -36,6 +36,8 @@ class Config(NamedTuple):
     RAGGED: Any  # every batch element or packed sequence has its own lengths
     PACKED: Any
     BOTTOM_RIGHT: Any  # the band's alignment, where ragged
+    PACK: Any  # heads in a tile: 1, or a power of two that holds a group; not if ragged
+    SPLIT: Any  # the keys of a tile are split, see `bounds.py`; not if ragged
     NEGATE: Any  # the scale is negative: scores change sign
     SOFTCAP: Any
     SINKS: Any
@@ -87,7 +89,7 @@ class Shared(NamedTuple):
     """Shared memory and its barriers."""
 
     q: Any  # QUERY_TILES for each consumer
-    out: Any  # a tile for each consumer, or half of one
+    out: Any  # a tile for each consumer, or half of one; not of splits
     k: Any  # a tile for each slot
     v: Any
     q_full: Any
@@ -126,8 +128,11 @@ def _produce_queries(shared, call, span, i, config):
         full = shared.q_full.index(place)
         mbarrier.wait(shared.q_empty.index(place), _query_phase(i, config) ^ 1)
         mbarrier.expect(full, 64 * layouts.width(config.D) * 2)
-        row = span.q_row + span.first_row + w * 64
-        copies.load(call.q_tiles, [span.slab, span.head, row, 0], full, shared.q.index(place))
+        row = span.q_row + bounds.own_row(span, config, w)
+        if config.PACK == 1:
+            copies.load(call.q_tiles, [span.slab, span.head, row, 0], full, shared.q.index(place))
+        else:
+            copies.load(call.q_tiles, [span.slab, span.head // call.group, 0, row, 0], full, shared.q.index(place))
 
 
 @gluon.jit
@@ -274,10 +279,13 @@ def _visit(state, q, shared, i, call, config, W: gl.constexpr):
 
 
 @gluon.jit
-def _copy_out(o, row, column, span, out, call):
+def _copy_out(o, row, column, span, out, call, config):
     out.reshape(o.shape).store(o)
     fence_async_shared()
-    copies.store(call.out_tiles, [span.slab, span.head, span.q_row + row, column], out)
+    if config.PACK == 1:
+        copies.store(call.out_tiles, [span.slab, span.head, span.q_row + row, column], out)
+    else:
+        copies.store(call.out_tiles, [span.slab, span.head // call.group, 0, span.q_row + row, column], out)
 
 
 @gluon.jit
@@ -285,24 +293,22 @@ def _store_tile(o, row, span, out, call, config):
     """By TMA, which stops at the end of the tensor."""
     HALF: gl.constexpr = layouts.out_width(config.D_V)
     if o.shape[1] == HALF:
-        _copy_out(o, row, 0, span, out, call)
+        _copy_out(o, row, 0, span, out, call, config)
     else:
         left, right = o.reshape([64, 2, HALF]).permute((0, 2, 1)).split()
-        _copy_out(left, row, 0, span, out, call)
+        _copy_out(left, row, 0, span, out, call, config)
         tma.store_wait(0)
         copies.barrier()
-        _copy_out(right, row, HALF, span, out, call)
+        _copy_out(right, row, HALF, span, out, call, config)
 
 
 @gluon.jit
 def _store_rows(o, row, span, call, config):
-    """From the registers: the last rows of a packed sequence, which others follow."""
-    rows = row + gl.arange(0, 64, gl.SliceLayout(1, o.type.layout))
+    """From the registers: splits, and the last rows of a packed sequence, which others follow."""
+    query, head, inside = bounds.rows(span, row, gl.SliceLayout(1, o.type.layout), call, config)
     cols = gl.arange(0, o.shape[1], gl.SliceLayout(0, o.type.layout))
-    base = call.out.ptr + gl.cast(span.head, gl.int64) * call.out.head_stride
-    places = base + (span.q_row + rows).to(gl.int64) * call.out.row_stride
-    inside = (rows < span.q_len)[:, None] & (cols < config.D_V)[None, :]
-    gl.store(places[:, None] + cols[None, :], o, mask=inside)
+    places = guarded.rows_of(call.out, span.out_slab, span, query, head)
+    gl.store(places[:, None] + cols[None, :], o, mask=inside[:, None] & (cols < config.D_V)[None, :])
 
 
 @gluon.jit
@@ -311,12 +317,12 @@ def _close(state, shared, i, call, config, W: gl.constexpr):
     before need not hold it."""
     acc, p, m, l, count = state
     span = bounds.tile(i, call, config)
-    row = span.first_row + W * 64
+    row = bounds.own_row(span, config, W)
     slot = _slot(count, config)
     acc_issued = _issue_values(p, acc, shared, slot, config)
     l = gl.convert_layout(gl.sum(l, 1), m.type.layout)
-    rows = row + gl.arange(0, 64, m.type.layout)
-    inside = rows < span.q_len
+    L: gl.constexpr = m.type.layout
+    query, head, inside = bounds.rows(span, row, L, call, config)
     factor, lse = softmax.finish(m, l, 1.0, call, span, config)
     tma.store_wait(0)
     acc = warpgroup_mma_wait(0, [acc_issued])
@@ -325,9 +331,12 @@ def _close(state, shared, i, call, config, W: gl.constexpr):
         guarded.rewrite(i, call, config, W)
     else:
         if config.STORE_LSE:
-            gl.store(softmax.lse_row(call, span) + rows, lse, mask=inside)
-        o = (acc * gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))[:, None]).to(shared.out.dtype)
-        if config.PACKED:
+            gl.store(softmax.lse_row(call, span) + head * call.lse_rows + query, lse, mask=inside)
+        o = (acc * gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))[:, None])
+        o = o.to(call.out.ptr.dtype.element_ty)
+        if config.SPLIT:
+            _store_rows(o, row, span, call, config)
+        elif config.PACKED:
             if row + 64 > span.q_len:
                 _store_rows(o, row, span, call, config)
             else:
@@ -347,7 +356,8 @@ def _consume(shared, call, config, W: gl.constexpr):
         if bounds.tile(i, call, config).head >= 0:
             place = _query_tile(i, config, W)
             mbarrier.wait(shared.q_full.index(place), _query_phase(i, config))
-            q = shared.q.index(place).reshape([64, layouts.width(config.D)])
+            # By itself, or ptxas keeps the descriptors of Q in some 20 vector registers.
+            q = shared.q.index(assembly.here(place)).reshape([64, layouts.width(config.D)])
             if config.QUERY_REGISTERS:
                 q = q.load(layouts.left_operand(config.BLOCK_N))
                 mbarrier.arrive(shared.q_empty.index(place), count=1)
@@ -369,9 +379,11 @@ def _allocate(call, config):
     D: gl.constexpr = layouts.width(config.D)
     D_V: gl.constexpr = layouts.width(config.D_V)
     L: gl.constexpr = mbarrier.MBarrierLayout()
-    q = gl.allocate_shared_memory(call.q_tiles.dtype, [TILES, 1, 1, 64, D], call.q_tiles.layout)
-    out = gl.allocate_shared_memory(call.q_tiles.dtype, [N, 1, 1, 64, layouts.out_width(config.D_V)],
-                                    call.out_tiles.layout)
+    q = gl.allocate_shared_memory(call.q_tiles.dtype, [TILES] + layouts.query_box(config.PACK, D), call.q_tiles.layout)
+    out = q  # not used: splits are stored from the registers
+    if not config.SPLIT:
+        OUT: gl.constexpr = [N] + layouts.query_box(config.PACK, layouts.out_width(config.D_V))
+        out = gl.allocate_shared_memory(call.q_tiles.dtype, OUT, call.out_tiles.layout)
     k = gl.allocate_shared_memory(call.q_tiles.dtype, [SLOTS, 1, 1, KEYS, D], call.k_tiles.layout)
     v = gl.allocate_shared_memory(call.q_tiles.dtype, [SLOTS, 1, 1, KEYS, D_V], call.v_tiles.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [TILES, 1], L)
@@ -395,9 +407,11 @@ def attention_forward(q, k, v, out, lse, lse_rows, q_tiles, k_tiles, v_tiles, ou
                       threshold, q_len, kv_len, first_offset, last_offset, q_heads, group, modifiers, config):
     """out = softmax(scale * q @ k^T inside the band) @ v. Grid: (CTAs,), 4 warps and those of the other roles.
 
-    q, out (B, Hq, Sq, D), k, v (B, Hkv, Sk, D): `memory.View`s, fp16 or bf16, used where TMA cannot be, and
-    descriptors with blocks of 64 (q, out) or BLOCK_N rows. v and out have D_V columns. lse: (B, Hq, lse_rows) fp32,
-    contiguous. schedule: (rounds, CTAs) tiles, see `launch.schedule`, or records of ragged lengths, see `schedule.py`.
+    q, out (B, Hq, Sq, D), k, v (B, Hkv, Sk, D): `memory.View`s, fp16 or bf16, used where TMA cannot be, and descriptors
+    with blocks of 64 rows (q, out; see `layouts.query_box`) or BLOCK_N. v and out have D_V columns. lse: (B, Hq,
+    lse_rows) fp32, contiguous. Under SPLIT out is fp32, without a descriptor, and B of out and lse is splits * B of q.
+    schedule: (rounds, CTAs) tiles, see `launch.schedule`, or records, see `launch.split_schedule` and, for ragged
+    lengths, `schedule.py`.
     scale_log2: |scale| * log2(e), not 0; log2(e) under a softcap. threshold: of the lazy rescale, log2 units. q_len,
     kv_len: unless ragged. Query i sees keys i + first_offset to i + last_offset, as far as the band has bounds. group:
     query heads per key head.

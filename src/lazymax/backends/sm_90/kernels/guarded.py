@@ -97,6 +97,14 @@ def _slab(view, batch, head, row):
     return base + gl.cast(row, gl.int64) * view.row_stride
 
 
+@gluon.jit
+def rows_of(view, slab, span, query, head):
+    """Where the rows of a tile begin; head counts from the tile's first. In 64 bits, as `tile_pointers` of
+    `kernels/memory.py`."""
+    base = _slab(view, slab, span.head, span.q_row)
+    return base + head.to(gl.int64) * view.head_stride + query.to(gl.int64) * view.row_stride
+
+
 @gluon.jit(noinline=True)
 def rewrite(i, call, config, W: gl.constexpr):
     """O and LSE of consumer W's 64 rows of this CTA's i-th tile.
@@ -108,21 +116,20 @@ def rewrite(i, call, config, W: gl.constexpr):
     """
     L: gl.constexpr = layouts.small()
     span = bounds.tile(i, call, config)
-    row = span.first_row + W * 64
+    row = bounds.own_row(span, config, W)
     first, stop = bounds.key_blocks(span, config)
     keys = first * config.BLOCK_N, gl.minimum(stop * config.BLOCK_N, span.kv_len)
     kv_head = span.head // call.group
     bases = _slab(call.k, span.slab, kv_head, span.k_row), _slab(call.v, span.slab, kv_head, span.k_row)
-    q_row = row + gl.arange(0, 64, gl.SliceLayout(1, layouts.small_operand(0)))
-    q_rows = _slab(call.q, span.slab, span.head, span.q_row) + q_row.to(gl.int64) * call.q.row_stride
-    rows = row + gl.arange(0, 64, gl.SliceLayout(1, L))
-    out_rows = _slab(call.out, span.slab, span.head, span.q_row) + rows.to(gl.int64) * call.out.row_stride
-    inside = rows < span.q_len
+    query, head, q_inside = bounds.rows(span, row, gl.SliceLayout(1, layouts.small_operand(0)), call, config)
+    q_rows = rows_of(call.q, span.slab, span, query, head)
+    query, head, inside = bounds.rows(span, row, gl.SliceLayout(1, L), call, config)
+    out_rows = rows_of(call.out, span.out_slab, span, query, head)
     for column in range(0, config.D_V, COLUMNS):
-        m, l, acc = _sweep(q_rows, q_row < span.q_len, bases, row, column, keys, span, call, config)
+        m, l, acc = _sweep(q_rows, q_inside, bases, row, column, keys, span, call, config)
         factor, lse = softmax.finish(m, l, call.scale_log2, call, span, config)
         cols = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, L))
         gl.store(out_rows[:, None] + cols[None, :], (acc * factor[:, None]).to(call.out.ptr.dtype.element_ty),
                  mask=inside[:, None] & (cols < config.D_V)[None, :])
         if config.STORE_LSE:
-            gl.store(softmax.lse_row(call, span) + rows, lse, mask=inside)
+            gl.store(softmax.lse_row(call, span) + head * call.lse_rows + query, lse, mask=inside)

@@ -17,6 +17,19 @@ def out_width(dim):
 
 
 @gluon.constexpr_function
+def queries(pack):
+    """Queries that a consumer's 64 rows are of; row r is of head r // queries, in the tile, and query r % queries."""
+    return 64 // pack
+
+
+@gluon.constexpr_function
+def query_box(pack, cols):
+    """The block of the descriptors of Q and O, where heads share a tile of a view (batch, key head, head of its group,
+    query, column)."""
+    return [1, 1, 64, cols] if pack == 1 else [1, 1, pack, 64 // pack, cols]
+
+
+@gluon.constexpr_function
 def accumulator(cols):
     """Of a warpgroup's product, (64, cols)."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, cols, 16])

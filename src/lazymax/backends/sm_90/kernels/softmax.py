@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 
 from ....kernels.scores import LOG2E
 from ....kernels.softmax import FUSED_LIMIT, LN2, NEVER
-from . import assembly
+from . import assembly, layouts
 
 NAN_TOO = gl.constexpr(tl.PropagateNan.ALL)
 
@@ -38,12 +38,15 @@ def _place(N: gl.constexpr, L: gl.constexpr):
 
 @gluon.jit
 def hide(s, row, key, span, config):
-    """-inf outside the band and the length. row, key: of the tile's first score."""
+    """-inf outside the band and the length. row, key: query and key of the tile's first score."""
     N: gl.constexpr = s.shape[1]
     split = s.reshape([64, N // 8, 4, 2])
     L: gl.constexpr = split.type.layout
     place = _place(N, L)
-    rows = assembly.here(gl.arange(0, 64, gl.SliceLayout(1, s.type.layout)))
+    rows = gl.arange(0, 64, gl.SliceLayout(1, s.type.layout))
+    if config.PACK > 1:
+        rows = rows % layouts.queries(config.PACK)
+    rows = assembly.here(rows)
     last = span.kv_len - 1 - key + 0 * rows
     if config.HAS_LAST:
         last = gl.minimum(last, assembly.here(row + span.last_offset - key) + rows)
@@ -128,6 +131,8 @@ def finish(m, l, scale_log2, call, span, config):
     `finish` and `finish_with_sink` of the portable kernel. A row that saw no key has 0 and -inf, or the sink."""
     if config.SINKS:
         place = call.modifiers.sinks + span.batch * call.modifiers.sinks_batch_stride + span.head
+        if config.PACK > 1:
+            place += gl.minimum(gl.arange(0, 64, m.type.layout) // layouts.queries(config.PACK), call.group - 1)
         sink = gl.load(place).to(gl.float32)
         own = gl.where(l == 0.0, NEVER, natural(m, scale_log2))
         top = gl.maximum(own, sink)
@@ -144,8 +149,8 @@ def finish(m, l, scale_log2, call, span, config):
 
 @gluon.jit
 def lse_row(call, span):
-    """Where the LSE of the span's first row is."""
-    head = gl.cast(span.slab * call.q_heads + span.head, gl.int64)
+    """Where the LSE of the span's first row is, of the tile's first head."""
+    head = gl.cast(span.out_slab * call.q_heads + span.head, gl.int64)
     return call.lse + head * call.lse_rows + span.q_row
 
 
