@@ -39,6 +39,8 @@ CALLS = (
     Call((1, 1, 1, 140, 500), {}, "cliff"),
     Call((1, 2, 1, 450, 700), CAUSAL, offsets=((0, 70, 70, 300, 440), (0, 300, 310, 420, 700))),
     Call((3, 2, 1, 200, 420), CAUSAL | {"softcap": 20.0, "scale": -0.5}, sinks=True, lengths=(0, 130, 420)),
+    Call((1, 6, 2, 300, 90), sinks=True),  # one block for every tile, fewer than the ring has slots
+    Call((1, 2, 1, 200, 1300)),  # consumers without rows leave out more blocks than the ring has slots
     *DIVIDED,
 )
 
@@ -75,7 +77,7 @@ def mutants(index: int, dims: tuple[int, int], of: list[int]) -> tuple[int, list
     """(how many, what survived): every synchronisation of the kernel dropped or weakened once."""
 
     def launch(options: Options) -> None:
-        for which in (0, 1):
+        for which in (0, 1, 14, 15):
             ok, why = simulate(index, which, dims, "bf16", options)
             assert ok, why
 

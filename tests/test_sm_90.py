@@ -46,12 +46,12 @@ CALLS = (
     Call((4, 4, 2, 300, 700), CAUSAL, lengths=(0, 700, 130, 600), sinks=True),
     Call((3, 4, 2, 300, 700), {"window": (200, None), "window_align": "top_left"}, "hidden", lengths=(1, 699, 130)),
     Call((1, 8, 2, 3000, 4000), CAUSAL, offsets=((0, 700, 700, 1300, 2900), (0, 300, 310, 1420, 3800))),
-    Call((1, 40, 8, 3000, 3000), {"softcap": 20.0}, "large", "bshd", True, offsets=((0, 1, 1300, 3000),) * 2),
+    Call((1, 40, 8, 3000, 3000), {"softcap": 20.0}, "rising", "bshd", True, offsets=((0, 1, 1300, 3000),) * 2),
     Call((1, 2, 1, 500, 300), CAUSAL, "hidden", offsets=((0, 100, 480), (0, 150, 299))),
 )
 
 
-UNDIVIDED = 14  # calls of `simulated.CALLS`, of which one has the number of each seed; the divided ones come after
+UNDIVIDED = 16  # calls of `simulated.CALLS`, of which one has the number of each seed; the divided ones come after
 # Packed, split, and both: as a row chooses, and as it is told.
 DIVIDED_CALLS = (
     *DIVIDED,

@@ -17,8 +17,8 @@ from lazymax.testing import EPS, within_budget
 
 INF, NAN = float("inf"), float("nan")
 CHOSEN = next(row for row in registry()["sm_90"].forward if isinstance(row, HopperTile))
-ROW = replace(CHOSEN, pack=False, split=False)
-SHARED = replace(ROW, pack=True, split=True, when=When())
+ROW = replace(CHOSEN, pack_gqa=False, split=False)
+SHARED = replace(ROW, pack_gqa=True, split=True, when=When())
 
 
 def launched(problem: Problem, division: Division, counts: list[int], device: str):
@@ -134,7 +134,7 @@ def test_what_is_packed_and_split() -> None:
 
     assert division((4, 32, 8, 4096, 4096, 128)) == WHOLE  # tiles enough
     assert division((4, 32, 8, 1, 8192, 128)) == Division(4, 4)  # 32 tiles for 132 multiprocessors
-    assert division((4, 32, 8, 1, 8192, 128), replace(SHARED, pack=False)) == WHOLE  # 128
+    assert division((4, 32, 8, 1, 8192, 128), replace(SHARED, pack_gqa=False)) == WHOLE  # 128
     assert division((4, 32, 8, 1, 8192, 128), replace(SHARED, split=False)) == Division(4, 1)
     assert division((4, 24, 8, 1, 8192, 128)).heads == 4 and division((1, 24, 3, 16, 8192, 128)).heads == 8
     assert division((1, 128, 1, 1, 8192, 128)).heads == 1  # more heads than rows

@@ -113,12 +113,12 @@ def rebased(descriptor: TensorDescriptor, t: torch.Tensor) -> TensorDescriptor:
 def describe_rows(t: torch.Tensor, problem: Problem, config: Config, cols: int) -> TensorDescriptor:
     """Of Q or O, with the rows of a consumer as blocks: of one head, or of a group of heads in a view with five
     dimensions. There is no row past the group, nor past the last query: such rows read as 0 and are not stored."""
-    if config.PACK.value == 1:
+    if config.HEADS.value == 1:
         return describe(t, 64, cols)
     shape = [t.shape[0], problem.kv_heads, problem.group, *t.shape[2:]]
     steps = t.stride(0), t.stride(1) * problem.group, t.stride(1), t.stride(2)
     strides = [step if size > 1 else 64 for size, step in zip(shape[:4], steps, strict=True)]
-    return TensorDescriptor(t, shape, [*strides, 1], query_box(config.PACK.value, cols), _shared_layout(cols, 5))
+    return TensorDescriptor(t, shape, [*strides, 1], query_box(config.HEADS.value, cols), _shared_layout(cols, 5))
 
 
 @functools.cache
@@ -163,7 +163,7 @@ class HopperLaunch:
             RAGGED=p.ragged,
             PACKED=p.packed is not None,
             BOTTOM_RIGHT=p.align == "bottom_right",
-            PACK=division.heads,
+            HEADS=division.heads,
             SPLIT=split,
             NEGATE=p.scale < 0,
             SOFTCAP=p.softcap > 0,

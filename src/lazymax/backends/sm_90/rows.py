@@ -33,7 +33,7 @@ class HopperTile(Tile):
     skip: bool = False  # a consumer leaves out the blocks that none of its rows sees
     query_tiles: int = 1  # of each consumer in shared memory; with 2 the next tile's come early
     query_registers: bool = False  # Q in registers, not in shared memory; below Triton 3.7, see launch.keeps_queries
-    pack: bool = False  # the heads of a group share tiles where queries are few, see work.py
+    pack_gqa: bool = False  # the heads of a group share tiles where queries are few, see work.py
     split: bool = False  # keys are split where tiles are few
 
     @property
@@ -44,7 +44,7 @@ class HopperTile(Tile):
     @property
     def name(self) -> str:
         words = {"q": self.query_registers, "turns": self.turns, "skip": self.skip, "q2": self.query_tiles == 2}
-        words |= {"pack": self.pack, "split": self.split}
+        words |= {"pack": self.pack_gqa, "split": self.split}
         said = [f"{self.block_m}x{self.block_n}", f"s{self.num_stages}", *(word for word, on in words.items() if on)]
         return "-".join(("ws", *said))
 
@@ -56,7 +56,8 @@ class HopperTile(Tile):
         return (
             f"{self.block_m} queries x {self.block_n} keys, {self.warpgroups} consumer warpgroups"
             f"{' in turns' if self.turns else ''} and a producer warp, {self.num_stages} slots of K and V, "
-            f"Q in {'registers' if self.query_registers else 'shared memory'}, rescale only where a row needs it"
+            f"Q in {'registers' if self.query_registers else 'shared memory'}, rescale only where a row needs it, in "
+            "bf16 by its sum alone"
         )
 
     def describe_for(self, problem: Problem, arch: Arch) -> str | None:
@@ -83,7 +84,7 @@ class HopperTile(Tile):
 
     def _programs(self, p: Problem, arch: Arch) -> int | None:
         """None: as many as there are tiles of one head."""
-        division = self.division(p, arch.multiprocessors) if self.pack or self.split else WHOLE
+        division = self.division(p, arch.multiprocessors) if self.pack_gqa or self.split else WHOLE
         return programs(p, self, division) if division != WHOLE else None
 
     def _fits(self, dim: int, v_dim: int) -> bool:

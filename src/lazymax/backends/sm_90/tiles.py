@@ -28,8 +28,8 @@ BACKEND = Backend(
     forward=(
         # The kernel of this folder.
         HopperTile(
-            width=128, block_m=128, block_n=128, num_stages=2, query_registers=True, turns=False, pack=True, split=True,
-            tuned=True, when=When(min_programs=0.7),
+            width=128, block_m=128, block_n=128, num_stages=2, query_registers=True, turns=False, pack_gqa=True,
+            split=True, tuned=True, when=When(min_programs=0.7),
             reason="two consumers of 64 rows with all of Q, S, P and O in registers, and a producer warp",
             provenance=f"{MEASURED}: best of 4 at S=4096; 1.2 to 1.6 times as fast as the portable row (D=72, 96, 128, "
             "softcap, sinks, windows, packed), 1.2 to 10 times where keys are split",
@@ -41,14 +41,14 @@ BACKEND = Backend(
             provenance=f"{MEASURED}: best of 22 at S=4096; 1.2 to 1.4 times as fast as the portable row",
         ),
         HopperTile(
-            width=64, block_m=128, block_n=128, num_stages=4, query_registers=True, turns=False, pack=True, split=True,
-            tuned=True, when=When(min_programs=0.7, min_keys=256),
+            width=64, block_m=128, block_n=128, num_stages=4, query_registers=True, turns=False, pack_gqa=True,
+            split=True, tuned=True, when=When(min_programs=0.7, min_keys=256),
             reason="two consumers: tiles of 192 rows waste more of short sequences and windows",
             provenance=f"{MEASURED}: best of 22 at S=1024; 1.1 to 1.3 times as fast as the portable row, 0.88 times in "
             "a window of 128 keys",
         ),
         HopperTile(
-            width=256, block_m=128, block_n=64, num_stages=2, turns=False, pack=True, split=True,
+            width=256, block_m=128, block_n=64, num_stages=2, turns=False, pack_gqa=True, split=True,
             when=When(min_programs=0.5),
             reason="blocks of 64 keys: two slots of K and V beside Q fill the shared memory; not called tuned, for "
             "Triton 3.9.0 spills 120 bytes outside the loops (3.6.0 none)",

@@ -141,7 +141,7 @@ def divide(problem: Problem, tile: "HopperTile", multiprocessors: int) -> Divisi
 
 def _heads(p: Problem, tile: "HopperTile") -> int:
     heads = 1 << (p.group - 1).bit_length()
-    if not tile.pack or heads > MOST_HEADS or _tiles(p, tile, heads) > PACK_GAIN * _tiles(p, tile, 1):
+    if not tile.pack_gqa or heads > MOST_HEADS or _tiles(p, tile, heads) > PACK_GAIN * _tiles(p, tile, 1):
         return 1
     return heads
 

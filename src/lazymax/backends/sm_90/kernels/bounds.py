@@ -1,6 +1,6 @@
 """Which tile is next, which key blocks it visits, and which of them the band or the length cuts.
 
-A tile is 64 query rows for each consumer warpgroup, of one head or, where there are few queries, of the PACK heads that
+A tile is 64 query rows for each consumer warpgroup, of one head or, where there are few queries, of HEADS heads that
 share a key head. Where there are few tiles, the keys are split: each split is a tile whose keys, and band, count from
 its first key, with results of its own, which `merge.py` joins. Blocks are visited from the last to the first, so that
 the one cut by the length, and under a causal mask by the diagonal, comes first.
@@ -56,7 +56,7 @@ def tile(i, call, config):
         code = gl.load(record)
         index = code >> 16  # of the head in the whole batch, negative where there is no tile
         batch = index // call.q_heads
-        first_row = (code & 0xFFFF) * (layouts.queries(config.PACK) * config.WARPGROUPS)
+        first_row = (code & 0xFFFF) * (layouts.queries(config.HEADS) * config.WARPGROUPS)
         head = index - batch * call.q_heads
         if config.SPLIT:
             begin = gl.load(record + 2)
@@ -71,7 +71,7 @@ def tile(i, call, config):
 @gluon.jit
 def own_row(span, config, W: gl.constexpr):
     """The first query of consumer W."""
-    return span.first_row + W * layouts.queries(config.PACK)
+    return span.first_row + W * layouts.queries(config.HEADS)
 
 
 @gluon.jit
@@ -79,13 +79,13 @@ def rows(span, row, L: gl.constexpr, call, config):
     """(query, head, inside) of a consumer's 64 rows, in layout L: the query, which for the first is `row`, the head,
     counted from the tile's first, and whether there is such a row."""
     own = gl.arange(0, 64, L)
-    if config.PACK == 1:
+    if config.HEADS == 1:
         query = row + own
         head = 0 * span.head
         inside = query < span.q_len
     else:
-        query = row + own % layouts.queries(config.PACK)
-        head = own // layouts.queries(config.PACK)
+        query = row + own % layouts.queries(config.HEADS)
+        head = own // layouts.queries(config.HEADS)
         inside = (query < span.q_len) & (head < call.group)
     return query, head, inside
 
@@ -113,7 +113,7 @@ def visits(i, call, config, W: gl.constexpr):
     The tile is read anew, so that what comes before need not hold what is computed here.
     """
     BLOCK_N: gl.constexpr = config.BLOCK_N
-    QUERIES: gl.constexpr = layouts.queries(config.PACK)
+    QUERIES: gl.constexpr = layouts.queries(config.HEADS)
     span = tile(i, call, config)
     first, stop = key_blocks(span, config)
     row = own_row(span, config, W)

@@ -36,7 +36,7 @@ class Config(NamedTuple):
     RAGGED: Any  # every batch element or packed sequence has its own lengths
     PACKED: Any
     BOTTOM_RIGHT: Any  # the band's alignment, where ragged
-    PACK: Any  # heads in a tile: 1, or a power of two that holds a group; not if ragged
+    HEADS: Any  # heads in a tile: 1, or a power of two that holds a group; not if ragged
     SPLIT: Any  # the keys of a tile are split, see `bounds.py`; not if ragged
     NEGATE: Any  # the scale is negative: scores change sign
     SOFTCAP: Any
@@ -129,7 +129,7 @@ def _produce_queries(shared, call, span, i, config):
         mbarrier.wait(shared.q_empty.index(place), _query_phase(i, config) ^ 1)
         mbarrier.expect(full, 64 * layouts.width(config.D) * 2)
         row = span.q_row + bounds.own_row(span, config, w)
-        if config.PACK == 1:
+        if config.HEADS == 1:
             copies.load(call.q_tiles, [span.slab, span.head, row, 0], full, shared.q.index(place))
         else:
             copies.load(call.q_tiles, [span.slab, span.head // call.group, 0, row, 0], full, shared.q.index(place))
@@ -282,7 +282,7 @@ def _visit(state, q, shared, i, call, config, W: gl.constexpr):
 def _copy_out(o, row, column, span, out, call, config):
     out.reshape(o.shape).store(o)
     fence_async_shared()
-    if config.PACK == 1:
+    if config.HEADS == 1:
         copies.store(call.out_tiles, [span.slab, span.head, span.q_row + row, column], out)
     else:
         copies.store(call.out_tiles, [span.slab, span.head // call.group, 0, span.q_row + row, column], out)
@@ -379,10 +379,10 @@ def _allocate(call, config):
     D: gl.constexpr = layouts.width(config.D)
     D_V: gl.constexpr = layouts.width(config.D_V)
     L: gl.constexpr = mbarrier.MBarrierLayout()
-    q = gl.allocate_shared_memory(call.q_tiles.dtype, [TILES] + layouts.query_box(config.PACK, D), call.q_tiles.layout)
+    q = gl.allocate_shared_memory(call.q_tiles.dtype, [TILES] + layouts.query_box(config.HEADS, D), call.q_tiles.layout)
     out = q  # not used: splits are stored from the registers
     if not config.SPLIT:
-        OUT: gl.constexpr = [N] + layouts.query_box(config.PACK, layouts.out_width(config.D_V))
+        OUT: gl.constexpr = [N] + layouts.query_box(config.HEADS, layouts.out_width(config.D_V))
         out = gl.allocate_shared_memory(call.q_tiles.dtype, OUT, call.out_tiles.layout)
     k = gl.allocate_shared_memory(call.q_tiles.dtype, [SLOTS, 1, 1, KEYS, D], call.k_tiles.layout)
     v = gl.allocate_shared_memory(call.q_tiles.dtype, [SLOTS, 1, 1, KEYS, D_V], call.v_tiles.layout)

@@ -44,8 +44,8 @@ def hide(s, row, key, span, config):
     L: gl.constexpr = split.type.layout
     place = _place(N, L)
     rows = gl.arange(0, 64, gl.SliceLayout(1, s.type.layout))
-    if config.PACK > 1:
-        rows = rows % layouts.queries(config.PACK)
+    if config.HEADS > 1:
+        rows = rows % layouts.queries(config.HEADS)
     rows = assembly.here(rows)
     last = span.kv_len - 1 - key + 0 * rows
     if config.HAS_LAST:
@@ -131,8 +131,8 @@ def finish(m, l, scale_log2, call, span, config):
     `finish` and `finish_with_sink` of the portable kernel. A row that saw no key has 0 and -inf, or the sink."""
     if config.SINKS:
         place = call.modifiers.sinks + span.batch * call.modifiers.sinks_batch_stride + span.head
-        if config.PACK > 1:
-            place += gl.minimum(gl.arange(0, 64, m.type.layout) // layouts.queries(config.PACK), call.group - 1)
+        if config.HEADS > 1:
+            place += gl.minimum(gl.arange(0, 64, m.type.layout) // layouts.queries(config.HEADS), call.group - 1)
         sink = gl.load(place).to(gl.float32)
         own = gl.where(l == 0.0, NEVER, natural(m, scale_log2))
         top = gl.maximum(own, sink)
