@@ -154,3 +154,13 @@ def test_splits_count_as_programs() -> None:
     said = row.describe_for(problem, arch)
     assert said == "the 4 heads of a group in one tile, keys in up to 4 splits, then joined: 128 programs"
     assert ROW.describe_for(problem, arch) is None
+
+
+def test_a_query_alone_in_a_tile_goes_elsewhere() -> None:
+    arch = replace(arches.by_name("sm_90"), multiprocessors=132)
+    lengths = torch.empty(64, dtype=torch.int32, device="meta")
+    alone = Problem.from_shape((64, 32, 8, 1, 2048, 128), "bf16", seqlens_k=lengths)
+    said = CHOSEN.refusal(alone, arch)
+    assert said == "for 16 queries and more, unless heads share tiles or keys are split, got 1"
+    assert CHOSEN.refusal(replace(alone, q_len=16), arch) is None
+    assert CHOSEN.refusal(replace(alone, seqlens_k=False), arch) is None  # its heads share tiles

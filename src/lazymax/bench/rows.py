@@ -51,11 +51,14 @@ def others(problem: Problem, arch: Arch, planned: Plan, default: Plan) -> dict[s
 
 
 def portable(problem: Problem, arch: Arch, planned: Plan, default: Plan) -> dict[str, Plan]:
-    """The portable backend's row where lazymax ran a kernel of another backend, under one name for all problems."""
-    if planned.backend == PORTABLE:
+    """The portable kernel, by the first of its rows for this GPU that takes the problem, where lazymax ran another
+    kernel; one name for all problems."""
+    if default.tile is None or type(default.tile) is Tile:
         return {}
-    plans = others(problem, arch, planned, default).values()
-    return {f"{LAZYMAX}:{PORTABLE}": plan for plan in plans if plan.backend == PORTABLE}
+    for backend, row in _taking(problem, arch, planned.backend):
+        if type(row) is Tile:
+            return {f"{LAZYMAX}:{PORTABLE}": _plan(backend, row, problem, arch, planned)}
+    return {}
 
 
 def _taking(problem: Problem, arch: Arch, chosen: str) -> Iterator[tuple[str, Tile]]:

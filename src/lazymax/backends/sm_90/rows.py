@@ -11,8 +11,8 @@ from .work import WHOLE, Division, divide, programs
 if TYPE_CHECKING:
     from ...dispatch import Plan
 
-WIDTHS = (64, 128, 256)  # of tiles in shared memory
-SOFTCAPS = {"float16": 256.0, "bfloat16": 1024.0}  # above, 2.4e-7 of it would show beside the rounding of a probability
+SOFTCAPS = {"float16": 256.0, "bfloat16": 1024.0}  # above, 1e-7 of it would show beside the rounding of P
+LEAST_QUERIES = 16  # in tiles of 128 rows: with 1 the portable rows took 0.83 of the time, with 16 the same
 MAX_ROW_BLOCKS = 2**16  # a tile of the schedule is row block + 2**16 * (batch * q_heads + head), in 31 bits
 MAX_HEADS = 2**15 - 1
 MAX_TILES = 2**20  # the host makes the schedule, once for a problem: half a second for so many
@@ -80,12 +80,13 @@ class HopperTile(Tile):
             return f"needs warpgroup products and tensor descriptors, {arch.id} has not both"
         if p.descriptor_refusal:
             return f"needs tensor descriptors: {p.descriptor_refusal}"
-        return self._too_large(p) or self.when.refusal(p, arch, self.block_m, self._programs(p, arch))
+        return self._too_large(p) or self._too_small(p, arch)
 
-    def _programs(self, p: Problem, arch: Arch) -> int | None:
-        """None: as many as there are tiles of one head."""
-        division = self.division(p, arch.multiprocessors) if self.pack_gqa or self.split else WHOLE
-        return programs(p, self, division) if division != WHOLE else None
+    def _too_small(self, p: Problem, arch: Arch) -> str | None:
+        division = self.division(p, arch.multiprocessors)
+        if division == WHOLE and p.q_len < LEAST_QUERIES:
+            return f"for {LEAST_QUERIES} queries and more, unless heads share tiles or keys are split, got {p.q_len}"
+        return self.when.refusal(p, arch, self.block_m, programs(p, self, division))
 
     def _fits(self, dim: int, v_dim: int) -> bool:
         least = self.width // 2 + 8 if self.width > 64 else 64
