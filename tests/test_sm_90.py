@@ -9,6 +9,7 @@ import pytest
 import torch
 from hopper import CAUSAL, DIVIDED, Call, arranged, head_dims, rows
 from simulators.gluon_sim import Worker
+from turns import FLOOR, my_turn
 
 from lazymax import arch as arches
 from lazymax.backends import When, registry
@@ -131,16 +132,24 @@ INDICES = [
 
 @pytest.mark.parametrize("index", INDICES)
 def test_rows_in_the_simulator(index: int, sim: Worker) -> None:
+    """Every call on the oldest Triton, a third of them on the others, which have all of them with --slow."""
     full, *others = head_dims(ROWS[index])
-    of = list(range(UNDIVIDED))
+    of = list(range(0, UNDIVIDED, 1 if FLOOR else 3))
     wrong = sim.call("simulated:seeds", index, full, "bf16", of[::2])
     wrong += sim.call("simulated:seeds", index, full, "fp16", of[1::2])
-    for i, dims in enumerate(others):  # columns to spare: a plain and a packed call
+    for i, dims in enumerate(others if FLOOR else []):  # columns to spare: a plain and a packed call
         wrong += sim.call("simulated:seeds", index, dims, ("bf16", "fp16")[i % 2], [2 + i, 12])
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("width", [64, pytest.param(128, marks=pytest.mark.slow)])
+WIDTHS = [
+    pytest.param(64, marks=my_turn(0)),
+    pytest.param(128, marks=my_turn(1)),
+    pytest.param(256, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
 def test_divided_in_the_simulator(width: int, sim: Worker) -> None:
     index = next(i for i, row in enumerate(ROWS) if row.width == width and row.warpgroups == 2)
     of = list(range(UNDIVIDED, UNDIVIDED + len(DIVIDED)))
@@ -150,12 +159,13 @@ def test_divided_in_the_simulator(width: int, sim: Worker) -> None:
 
 
 @pytest.mark.parametrize("division", [(4, 1), (1, 4), (4, 4)], ids=["pack", "split", "both"])
-@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("width", WIDTHS)
 def test_ptxas_has_nothing_to_say_of_divided_builds(width: int, division: tuple[int, int], sim: Worker) -> None:
     index = next(i for i, row in enumerate(ROWS) if row.width == width and row.warpgroups == 2)
     for rules in BANDS[:2]:
         report = sim.call("simulated:assembled", index, (width, width), "bf16", rules, division)
-        assert not report["advisories"] and report["wgmma"] > 0 and not report["spills"], f"{rules}: {report}"
+        assert not report["advisories"] and report["wgmma"] > 0, f"{rules}: {report}"
+        assert not (ROWS[index].tuned and report["spills"]), f"{rules}: {report}"
 
 
 @pytest.mark.parametrize("index", INDICES)
