@@ -91,6 +91,18 @@ def rows(span, row, L: gl.constexpr, call, config):
 
 
 @gluon.jit
+def has_keys(span, query, config):
+    """Whether queries see a key at all."""
+    last = span.kv_len - 1 + 0 * query
+    if config.HAS_LAST:
+        last = gl.minimum(last, query + span.last_offset)
+    first = 0 * query
+    if config.HAS_FIRST:
+        first = gl.maximum(query + span.first_offset, 0)
+    return first <= last
+
+
+@gluon.jit
 def key_blocks(span, config):
     """Key blocks [first, stop) that the tile visits: all that its rows can see, and at least one."""
     BLOCK_N: gl.constexpr = config.BLOCK_N

@@ -327,7 +327,7 @@ def _close(state, shared, i, call, config, W: gl.constexpr):
     tma.store_wait(0)
     acc = warpgroup_mma_wait(0, [acc_issued])
     mbarrier.arrive(shared.empty.index(slot), count=1)  # also the barrier between the wait and the next store
-    if softmax.suspect(m, l, acc, inside, shared.flags.index(W)) > 0:
+    if softmax.suspect(m, l, acc, inside, bounds.has_keys(span, query, config), shared.flags.index(W)) > 0:
         guarded.rewrite(i, call, config, W)
     else:
         if config.STORE_LSE:
