@@ -74,8 +74,8 @@ def attention(
         impl: "auto" chooses the best kernel for the GPU and falls back with a reason (`explain` shows it). The name of
             a backend, or "reference", takes that one or raises.
         return_lse: also return the logsumexp of the final scores (and the sink), natural log, float32, (B, Hq, Sq).
-        rescale_threshold: of the lazy rescale, log2 units, 0 to 8; default 8. 0 keeps the exact running maximum. On
-            sm_90 bf16 follows it where it is given; by default the sums of the rows say when to rescale.
+        rescale_threshold: of the lazy rescale, log2 units, 0 to 8; default 8, with which a backend's
+            kernel may look at the rows' sums instead of their maxima. 0 keeps the exact running maximum.
             Changes rounding only.
         window_align: alignment of window and ALiBi when `causal` is None; default "top_left".
 
