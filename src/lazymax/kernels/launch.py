@@ -63,14 +63,27 @@ def positive_scale(problem: Problem) -> float:
     return max(abs(problem.scale) * LOG2E, TINY_SCALE)
 
 
+def run(kernel: Any, grid: tuple[int, int, int], binary: Any, arguments: tuple[Any, ...], **options: Any) -> Any:
+    """Launch a kernel: the first time (binary None) through Triton's JIT, then the binary that it made. Returns the
+    binary for the next call, None where there is none (the interpreter and the simulators make none)."""
+    if binary is not None:
+        binary(*arguments)
+        return binary
+    built = kernel[grid](*arguments, **options)
+    return built[grid] if built is not None else None
+
+
 def start(launch: Any, arguments: tuple[Any, ...]) -> None:
-    """Launch a kernel: the first time through Triton's JIT, then the binary that it made (the interpreter and the
-    simulators make none)."""
-    if launch.binary is not None:
-        launch.binary(*arguments)
-        return
-    built = launch.kernel[launch.grid](*arguments, **launch.options)
-    launch.binary = built[launch.grid] if built is not None else None
+    """`run` with what a launch object keeps."""
+    launch.binary = run(launch.kernel, launch.grid, launch.binary, arguments, **launch.options)
+
+
+def lengths_of(problem: Problem, extras: Extras) -> Lengths:
+    """The lengths that stand in device memory."""
+    if extras.cu_seqlens_q is None:
+        return Lengths(seqlens_k=extras.seqlens_k)
+    count = problem.batch
+    return Lengths(None, extras.cu_seqlens_q, extras.cu_seqlens_k, count, count.bit_length())
 
 
 def constant(value: Any) -> Any:
@@ -208,7 +221,7 @@ class ForwardLaunch:
         views = View(q, *q_strides), View(k, *k_strides), View(v, *v_strides), View(out, *out_strides)
         lengths, modifiers, listed = NO_LENGTHS, NO_MODIFIERS, None
         if extras is not NO_EXTRAS or self.config.MODIFIED.value or self.list_size:
-            lengths, modifiers = self._lengths(extras), self._modifiers(extras)
+            lengths, modifiers = lengths_of(self.problem, extras), self._modifiers(extras)
             listed = self._list(lengths, modifiers, q.shape[0], q.device) if self.list_size else None
         return (*views, lse, *described, *self.scalars, lengths, modifiers, listed, self.config)
 
@@ -216,12 +229,6 @@ class ForwardLaunch:
     def _describe(t: torch.Tensor, rows: int, of: Any) -> list[TensorDescriptor | None]:
         found: list[TensorDescriptor | None] = [describe(t, rows, cols.value) for _, cols in of]
         return [*found, None][:2]
-
-    def _lengths(self, extras: Extras) -> Lengths:
-        if extras.cu_seqlens_q is None:
-            return Lengths(seqlens_k=extras.seqlens_k)
-        count = self.problem.batch
-        return Lengths(None, extras.cu_seqlens_q, extras.cu_seqlens_k, count, count.bit_length())
 
     def _modifiers(self, extras: Extras) -> Modifiers:
         p = self.problem

@@ -13,9 +13,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ...arch import by_name
 from ...compat.tritons import release
 from ...extras import NO_EXTRAS, Extras
-from ...kernels.launch import LOG2E, constant, per_head, positive_scale, start, view_strides
+from ...kernels.launch import LOG2E, constant, lengths_of, per_head, positive_scale, run, start, view_strides
 from ...kernels.memory import View
-from ...kernels.sequences import Lengths
 from ...problem import Problem, default_threshold
 from .kernels.forward import Config, Modifiers, attention_forward
 from .kernels.layouts import out_width, query_box, width
@@ -213,21 +212,13 @@ class HopperLaunch:
         rounds = -(-tiles // ctas)
         table = torch.empty(rounds, ctas, 8, dtype=torch.int32, device=device)
         if device.type != "meta":
-            lengths = Lengths(extras.seqlens_k)
-            if p.packed:
-                lengths = Lengths(None, extras.cu_seqlens_q, extras.cu_seqlens_k, p.batch, p.batch.bit_length())
             band = (p.first_offset or 0, p.last_offset or 0)
             arguments = (
                 table, slots, p.slots(tile.block_m), p.q_heads, self._heads_together(p.q_heads), ctas, rounds * ctas,
-                *(p.packed or (p.q_len, p.kv_len)), *band, lengths, tile.block_m, tile.block_n, config.HAS_FIRST,
-                config.HAS_LAST, config.BOTTOM_RIGHT,
+                *(p.packed or (p.q_len, p.kv_len)), *band, lengths_of(p, extras), tile.block_m, tile.block_n,
+                config.HAS_FIRST, config.HAS_LAST, config.BOTTOM_RIGHT,
             )  # fmt: skip
-            if self.arranging is not None:
-                self.arranging(*arguments)
-            else:
-                grid = (-(-slots // CHUNK.value), 1, 1)
-                built = arrange[grid](*arguments)
-                self.arranging = built[grid] if built is not None else None
+            self.arranging = run(arrange, (-(-slots // CHUNK.value), 1, 1), self.arranging, arguments)
         return table
 
     def arguments(
@@ -302,9 +293,4 @@ class HopperLaunch:
             modifiers.sinks_batch_stride, rows, p.q_heads, p.q_len, queries(self.tile, heads), p.v_head_dim,
             triton.next_power_of_2(p.v_head_dim), triton.next_power_of_2(splits), p.sinks, p.return_lse,
         )  # fmt: skip
-        if self.merging is not None:
-            self.merging(*arguments)
-            return
-        grid = (-(-rows // ROWS.value), 1, 1)
-        built = merge[grid](*arguments, num_warps=ROWS.value)
-        self.merging = built[grid] if built is not None else None
+        self.merging = run(merge, (-(-rows // ROWS.value), 1, 1), self.merging, arguments, num_warps=ROWS.value)

@@ -47,9 +47,7 @@ def queries(tile: "HopperTile", heads: int) -> int:
 
 def key_range(first_row: int, problem: Problem, tile: "HopperTile", heads: int = 1) -> tuple[int, int]:
     """Key blocks [first, stop) that a tile visits; the twin of `bounds.key_blocks`."""
-    p, first, end = problem, 0, problem.kv_len
-    if p.last_offset is not None:
-        end = min(end, max(min(first_row + queries(tile, heads), p.q_len) + p.last_offset, 0))
+    p, first, end = problem, 0, _keys_before(first_row + queries(tile, heads), problem)
     if p.first_offset is not None:
         first = min(max(first_row + p.first_offset, 0), end) // tile.block_n
     return first, max(-(-end // tile.block_n), first + 1)
