@@ -164,3 +164,45 @@ def test_a_query_alone_in_a_tile_goes_elsewhere() -> None:
     assert said == "for 16 queries and more, unless heads share tiles or keys are split, got 1"
     assert CHOSEN.refusal(replace(alone, q_len=16), arch) is None
     assert CHOSEN.refusal(replace(alone, seqlens_k=False), arch) is None  # its heads share tiles
+
+
+WIDE, NARROW = (row for row in registry()["sm_90"].forward if isinstance(row, HopperTile) and row.width == 64)
+LARGE = next(row for row in registry()["sm_90"].forward if isinstance(row, HopperTile) and row.width == 256)
+
+
+@pytest.mark.parametrize("batch", [1, 4, 16])
+@pytest.mark.parametrize("row", [CHOSEN, WIDE, NARROW, LARGE], ids=lambda row: row.name)
+def test_every_tile_is_dealt_once_and_work_evenly(row: HopperTile, batch: int) -> None:
+    """Causal, 16K tokens: with the short tiles where their group is, up to 15% more on one CTA than on the others."""
+    from lazymax.backends.sm_90.launch import HopperLaunch
+
+    heads, tokens = 2048 // row.width, 16384 // batch
+    problem = Problem.from_shape((batch, heads, heads, tokens, tokens, row.width), "bf16", causal="top_left")
+    launch = HopperLaunch.of_forward(problem, row)
+    launch.ctas = 132
+    table = launch._schedule(torch.device("cpu"))
+    codes = table[table >= 0].tolist()
+    blocks = -(-tokens // row.block_m)
+    assert sorted(codes) == sorted(head << 16 | block for head in range(batch * heads) for block in range(blocks))
+    costs = [work.cost(block * row.block_m, problem, row) + work.TILE_COST for block in range(blocks)] + [0.0]
+    loads = [sum(costs[code & 0xFFFF] for code in cta if code >= 0) for cta in table.T.tolist()]
+    assert max(loads) < 1.035 * sum(loads) / len(loads)
+
+
+def test_tiles_of_192_rows_go_where_they_are_estimated_faster() -> None:
+    """H200, 2026-11-30, TFLOP/s: 383 and 307 at S=1536, full, 334 and 443 at 2048; causal 191 and 231 at 1536."""
+    arch = replace(arches.by_name("sm_90"), multiprocessors=132)
+
+    def refusal(tokens: int, batch: int = 1, heads: int = 16, **rules) -> str | None:
+        shape = (batch, heads, heads, tokens, tokens, 64)
+        return WIDE.refusal(Problem.from_shape(shape, "bf16", **rules), arch)
+
+    assert refusal(1536) is None  # all at once
+    said = refusal(2048)
+    assert said == "estimated at 42.2 us, tiles of 128 queries at 29.9"
+    assert refusal(1536, causal="top_left") is not None
+    assert refusal(4096, 4, 32) is None and refusal(4096, 4, 32, causal="top_left") is None
+    assert refusal(16384, 1, 32) is None and refusal(16384, 64, 128) is None
+    lengths = {"cu_seqlens_q": torch.empty(17, dtype=torch.int32, device="meta")}
+    lengths["cu_seqlens_k"] = lengths["cu_seqlens_q"]
+    assert refusal(32768, heads=32, max_seqlen_q=8000, max_seqlen_k=8000, **lengths) is None

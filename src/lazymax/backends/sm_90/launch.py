@@ -33,20 +33,34 @@ def schedule(
     """(rounds, CTAs) int32: the tile that each CTA takes in each round, head << 16 | row block, -1 for none.
 
     costs: key blocks of each row block. heads: of every tile the first. They go in groups of `side_by_side`, whose K
-    and V stay in the L2; in a group the longest row blocks come first, each to the CTA with the least to do so far. One
-    group of all heads lost 20% at 1024 keys; a round-robin of unequal tiles, which beats against the number of CTAs,
-    took up to 1.7 times as long.
+    and V stay in the L2; in a group the longest row blocks come first, each to the CTA with the least to do so far. The
+    short ones of the last groups come after all others, and make equal what is left of every CTA at the end: up to 15%
+    at head dim 256. One group of all heads lost 20% at 1024 keys; a round-robin of unequal tiles, which beats against
+    the number of CTAs, took up to 1.7 times as long.
     """
     blocks = sorted(range(len(costs)), key=lambda block: -costs[block])
-    row_blocks = torch.tensor(blocks, dtype=torch.int32)[:, None]
-    groups = torch.split(torch.tensor(heads, dtype=torch.int32), side_by_side)
-    order = torch.cat([(row_blocks | group << 16).flatten() for group in groups])
+    long = [block for block in blocks if costs[block] > max(costs) / 2]
+    short, groups = blocks[len(long) :], torch.split(torch.tensor(heads, dtype=torch.int32), side_by_side)
+    held_back = _enough(groups, sum(costs[block] for block in short), max(costs) * ctas / 2)
+    turns = [(blocks, group) for group in groups[:-held_back]] + [(long, group) for group in groups[-held_back:]]
+    turns.append((short, torch.cat(groups[-held_back:])))
+    order = torch.cat([(torch.tensor(of, dtype=torch.int32)[:, None] | group << 16).flatten() for of, group in turns])
     if len(set(costs)) == 1 or len(order) <= ctas:
         rounds = -(-len(order) // ctas)
         table = torch.nn.functional.pad(order, (0, rounds * ctas - len(order)), value=-1).view(rounds, ctas)
     else:
         table = _dealt([costs[code & 0xFFFF] + TILE_COST for code in order.tolist()], ctas, order, order.new_tensor(-1))
     return table.to(device)
+
+
+def _enough(groups: tuple[torch.Tensor, ...], each: float, total: float) -> int:
+    """How many groups, at least one, hold `total` work, if each of their heads has `each`; all, if these do not."""
+    found = 0.0
+    for count, group in enumerate(reversed(groups), 1):
+        found += each * len(group)
+        if found >= total:
+            return count
+    return len(groups)
 
 
 def _dealt(costs: list[float], ctas: int, records: torch.Tensor, none: torch.Tensor) -> torch.Tensor:

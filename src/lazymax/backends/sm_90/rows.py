@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from ...arch import Arch
 from ...problem import Problem
 from .. import HALF, Tile
-from .work import WHOLE, Division, divide, programs
+from .work import WHOLE, Division, divide, duration, programs
 
 if TYPE_CHECKING:
     from ...dispatch import Plan
@@ -35,6 +35,8 @@ class HopperTile(Tile):
     query_registers: bool = False  # Q in registers, not in shared memory; below Triton 3.7, see launch.keeps_queries
     pack_gqa: bool = False  # the heads of a group share tiles where queries are few, see work.py
     split: bool = False  # keys are split where tiles are few
+    block_time: float  # microseconds that a tile takes for a block of keys; of an H200, sequences of 1K to 2K
+    rival: "HopperTile | None" = None  # a row that takes the same problems; the one with the shorter estimate does
 
     @property
     def warpgroups(self) -> int:
@@ -86,6 +88,10 @@ class HopperTile(Tile):
         division = self.division(p, arch.multiprocessors)
         if division == WHOLE and p.q_len < LEAST_QUERIES:
             return f"for {LEAST_QUERIES} queries and more, unless heads share tiles or keys are split, got {p.q_len}"
+        if self.rival and division == WHOLE:
+            own, other = (duration(p, row, arch.multiprocessors) for row in (self, self.rival))
+            if own >= other:
+                return f"estimated at {own:.3g} us, tiles of {self.rival.block_m} queries at {other:.3g}"
         return self.when.refusal(p, arch, self.block_m, programs(p, self, division))
 
     def _fits(self, dim: int, v_dim: int) -> bool:

@@ -16,15 +16,16 @@ from ...problem import Problem
 if TYPE_CHECKING:
     from .rows import HopperTile
 
-TILE_COST = 0.3  # of what a tile costs beside its key blocks, in key blocks
+TILE_COST = 1.0  # of what a tile costs beside its key blocks, in key blocks: at head dim 64 1,800 cycles, see the notes
 MOST_HEADS = 64  # in a tile: a row of each for every consumer
 PACK_GAIN = 0.75  # at most so many tiles of those there were must be left
 FULL = 0.8  # tiles for each multiprocessor from which on keys are not split
 MOST_SPLITS = 16
+MANY = 16  # tiles for each multiprocessor
 LEAST_KEYS = 512  # of a split. From two key blocks on, its rows see a key in it if they see one at all
-# What the number of splits is chosen by, microseconds of an H200: to 10% of what was measured where products bind, a
-# third too little where memory does; the number was the best in all of ten cases (docs/notes/sm_90.md).
-BLOCK_TIME = 1.3  # of 128 queries, 128 keys and head dim 128: products on one multiprocessor, or its share of HBM
+# What the number of splits is chosen by, beside a row's block_time, microseconds of an H200: to 10% of what was
+# measured where products bind, a third too little where memory does; the number was the best in all of ten cases
+# (docs/notes/sm_90.md).
 SPLIT_TIME = 3.5  # until its first product, and from its last
 MERGE_TIME = 2.5  # launch and latency of the second kernel
 MERGE_BYTES = 3e6  # a microsecond, written and read
@@ -137,6 +138,20 @@ def divide(problem: Problem, tile: "HopperTile", multiprocessors: int) -> Divisi
     return best
 
 
+def duration(problem: Problem, tile: "HopperTile", multiprocessors: int) -> float:
+    """An estimate of all tiles, undivided, in microseconds. Ragged problems count as if all were as long as the
+    longest, for lengths are known on the device only."""
+    p = problem
+    if p.ragged:
+        costs = [-(-p.kv_len // tile.block_n) + TILE_COST] * (p.q_tiles(tile.block_m) * p.q_heads)
+    else:
+        each = sorted((cost(row, p, tile) + TILE_COST for row in _first_rows(p, tile, 1)), reverse=True)
+        costs = [own for own in each for _ in first_heads(p, 1)]
+    if len(costs) > MANY * multiprocessors:  # they can be dealt equally
+        return tile.block_time * sum(costs) / multiprocessors
+    return tile.block_time * deal(costs, multiprocessors)[1]
+
+
 def _heads(p: Problem, tile: "HopperTile") -> int:
     heads = 1 << (p.group - 1).bit_length()
     if not tile.pack_gqa or heads > MOST_HEADS or _tiles(p, tile, heads) > PACK_GAIN * _tiles(p, tile, 1):
@@ -154,10 +169,9 @@ def _tiles(p: Problem, tile: "HopperTile", heads: int) -> int:
 
 def _time(p: Problem, tile: "HopperTile", division: Division, multiprocessors: int) -> float:
     """An estimate, in microseconds."""
-    block = BLOCK_TIME * tile.block_m * tile.block_n * (p.head_dim + p.v_head_dim) / (2 * 128**3)
     blocks = sorted((end - begin for of in splits_of(p, tile, division) for begin, end in of), reverse=True)
     each = len(first_heads(p, division.heads))
-    _, time = deal([SPLIT_TIME + block * n for n in blocks for _ in range(each)], multiprocessors)
+    _, time = deal([SPLIT_TIME + tile.block_time * n for n in blocks for _ in range(each)], multiprocessors)
     if division.splits > 1:
         parts = sum(map(len, splits_of(p, tile, division))) / len(_first_rows(p, tile, division.heads))
         moved = 2.0 * parts * p.batch * p.q_heads * p.q_len * p.v_head_dim * 4

@@ -136,28 +136,45 @@ def _produce_queries(shared, call, span, i, config):
 
 
 @gluon.jit
+def _wait_empty(shared, count, config):
+    """Until the slot of the `count`-th filling of the ring is free."""
+    mbarrier.wait(shared.empty.index(_slot(count, config)), ((count // config.SLOTS) & 1) ^ 1)
+
+
+@gluon.jit
+def _produce_first(shared, call, span, i, count, config):
+    """Q of the i-th tile and K of its first block, the `count`-th filling of the ring."""
+    _produce_queries(shared, call, span, i, config)
+    _, stop = bounds.key_blocks(span, config)
+    _wait_empty(shared, count, config)
+    full = shared.full.index(_slot(count, config))
+    mbarrier.expect(full, config.BLOCK_N * layouts.width(config.D) * 2)
+    place = [span.slab, span.head // call.group, span.k_row + (stop - 1) * config.BLOCK_N, 0]
+    copies.load(call.k_tiles, place, full, shared.k.index(_slot(count, config)))
+
+
+@gluon.jit
 def _produce(shared, call, config):
-    """The producer warp: Q, K and V of all tiles of this CTA."""
+    """The producer warp: Q, K and V of all tiles of this CTA, but for what the entry asked for."""
     K_BYTES: gl.constexpr = config.BLOCK_N * layouts.width(config.D) * 2
     V_BYTES: gl.constexpr = config.BLOCK_N * layouts.width(config.D_V) * 2
     count = 0
     for i in range(call.rounds):
         span = bounds.tile(i, call, config)
         if span.head >= 0:
+            if i > 0:
+                _produce_first(shared, call, span, i, count, config)
+            count += 1
             slab = span.slab
             kv_head = span.head // call.group
             first, stop = bounds.key_blocks(span, config)
-            _produce_queries(shared, call, span, i, config)
-            # The first slot of a tile has K only, the last V only.
-            for visit in range(stop - first + 1):
+            # The last slot of a tile has V only.
+            for visit in range(1, stop - first + 1):
                 row = span.k_row + (stop - 1 - visit) * config.BLOCK_N
                 slot = _slot(count, config)
                 full = shared.full.index(slot)
-                mbarrier.wait(shared.empty.index(slot), ((count // config.SLOTS) & 1) ^ 1)
-                if visit == 0:
-                    mbarrier.expect(full, K_BYTES)
-                    copies.load(call.k_tiles, [slab, kv_head, row, 0], full, shared.k.index(slot))
-                elif visit == stop - first:
+                _wait_empty(shared, count, config)
+                if visit == stop - first:
                     mbarrier.expect(full, V_BYTES)
                     copies.load(call.v_tiles, [slab, kv_head, row + config.BLOCK_N, 0], full, shared.v.index(slot))
                 else:
@@ -221,7 +238,10 @@ def _open(q, shared, count, i, call, config, W: gl.constexpr):
     s = warpgroup_mma_wait(0, [_issue_scores(q, shared, _slot(count, config), config)])
     mbarrier.arrive(shared.empty.index(_slot(count, config)), count=1)
     span, _, skipped, _, _, row, key = bounds.visits(i, call, config, W)
-    s = softmax.hide(_settle(s, call, config), row, key - skipped * config.BLOCK_N, span, config)
+    s = _settle(s, call, config)
+    key -= skipped * config.BLOCK_N
+    if config.HAS_FIRST or config.HAS_LAST or key + config.BLOCK_N > span.kv_len:
+        s = softmax.hide(s, row, key, span, config)
     m = softmax.opened(s, gl.SliceLayout(1, layouts.accumulator(config.BLOCK_N)), call.scale_log2)
     p, l = softmax.probabilities(s, m, call.scale_log2)
     p = _narrow(p, q, config)
@@ -418,7 +438,11 @@ def attention_forward(q, k, v, out, lse, lse_rows, q_tiles, k_tiles, v_tiles, ou
     """
     call = Call(q, k, v, out, lse, lse_rows, q_tiles, k_tiles, v_tiles, out_tiles, schedule, rounds, scale_log2,
                 threshold, q_len, kv_len, first_offset, last_offset, q_heads, group, modifiers)
+    # The first loads before the roles part: half a microsecond.
+    span = bounds.tile(0, call, config)
     shared = _allocate(call, config)
+    if span.head >= 0:
+        _produce_first(shared, call, span, 0, 0, config)
     R: gl.constexpr = config.REGISTERS
     if config.WARPGROUPS == 2:
         gl.warp_specialize([(_consume, (shared, call, config, 0)), (_consume, (shared, call, config, 1)),
