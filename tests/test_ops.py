@@ -20,6 +20,7 @@ from calls import (
     leaves,
     moved,
     normal,
+    odd_address,
     packed,
     shift,
     shift_reference,
@@ -498,10 +499,6 @@ def decisions(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Problem]]:
     monkeypatch.setattr(ops, "_decided", {})
     monkeypatch.setattr(ops, "_decide", spy)
     yield made
-
-
-def odd_address(t: torch.Tensor) -> torch.Tensor:
-    return torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from simulators.gluon_sim import Worker
 from turns import FLOOR, my_turn
 
 from lazymax import arch as arches
-from lazymax.backends import When, registry
+from lazymax.backends import registry
 from lazymax.backends.sm_90 import work
 from lazymax.backends.sm_90.rows import HopperTile
 from lazymax.backends.sm_90.work import WHOLE, Division
@@ -67,8 +67,7 @@ DIVIDED_CALLS = (
 def run(row: HopperTile, call: Call, dims: tuple[int, int], dtype: torch.dtype, device: str) -> tuple[bool, str]:
     (q, k, v), extras, problem = call.inputs(dims, dtype, sum(call.shape), device)
     arch = arches.of(q.device)
-    row = replace(row, when=When(), rival=None)  # size is a matter of speed
-    assert row.refusal(problem, arch) is None, row.refusal(problem, arch)
+    assert row.inability(problem, arch) is None, row.inability(problem, arch)
     out = torch.full((*q.shape[:3], dims[1]), torch.nan, dtype=dtype, device=device)
     lse = torch.full(q.shape[:3], torch.nan, device=device)
     launch = row.prepare(problem, replace(plan(problem, arch), tile=row))

@@ -69,6 +69,10 @@ class HopperTile(Tile):
         return f"{', '.join(said)}: {programs(problem, self, division)} programs" if said else None
 
     def refusal(self, problem: Problem, arch: Arch) -> str | None:
+        return self.inability(problem, arch) or self._too_small(problem, arch)
+
+    def inability(self, problem: Problem, arch: Arch) -> str | None:
+        """Why the kernel cannot take it, however fast it would be, or None."""
         p = problem
         if p.mask or p.mask_mod or p.score_mod or p.alibi or p.dropout_p:
             return "takes no mask, mod, ALiBi or dropout"
@@ -82,7 +86,7 @@ class HopperTile(Tile):
             return f"needs warpgroup products and tensor descriptors, {arch.id} has not both"
         if p.descriptor_refusal:
             return f"needs tensor descriptors: {p.descriptor_refusal}"
-        return self._too_large(p) or self._too_small(p, arch)
+        return self._too_large(p)
 
     def _too_small(self, p: Problem, arch: Arch) -> str | None:
         division = self.division(p, arch.multiprocessors)
