@@ -27,7 +27,7 @@ def rows() -> list[HopperTile]:
 def head_dims(row: HopperTile) -> list[tuple[int, int]]:
     """(D, D_v) of a row: full tiles first, then tiles with columns to spare."""
     widest = row.v_width or row.width
-    others = {64: [], 128: [(72, 64), (104, 120)], 256: [(136, 64), (192, 128)]}
+    others = {64: [], 128: [(72, 64), (104, 120)], 192: [(136, 64), (168, 104)], 256: [(136, 64), (192, 136)]}
     return [(row.width, widest), *others[row.width]]
 
 

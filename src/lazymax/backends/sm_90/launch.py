@@ -17,7 +17,7 @@ from ...kernels.launch import LOG2E, constant, lengths_of, per_head, positive_sc
 from ...kernels.memory import View
 from ...problem import Problem, default_threshold
 from .kernels.forward import Config, Modifiers, attention_forward
-from .kernels.layouts import out_width, query_box, width
+from .kernels.layouts import main, out_width, query_box, tail, width
 from .kernels.merge import ROWS, merge
 from .kernels.schedule import CHUNK, arrange
 from .rows import HopperTile
@@ -155,7 +155,7 @@ class HopperLaunch:
     side_by_side: int | None = None  # CTAs of a call
     heads_together: int | None = None  # at most, see `schedule`
     strides: tuple[tuple[int, ...], ...] | None = None  # of the views of q, k, v, out
-    descriptors: tuple[TensorDescriptor, ...] | None = None  # of the first call's tensors
+    descriptors: tuple[TensorDescriptor | None, ...] | None = None  # of the first call's tensors, see `_describe`
     binary: Callable[..., None] | None = None
     arranging: Callable[..., None] | None = None  # binary of `arrange`
     merging: Callable[..., None] | None = None  # binary of `merge`
@@ -262,19 +262,27 @@ class HopperLaunch:
             self.strides = tuple(view_strides(t) for t in tensors)
         views = (View(t, *steps) for t, steps in zip(tensors, self.strides, strict=True))
         if self.descriptors is None:
-            keys, dim, v_dim = self.tile.block_n, width(p.head_dim), width(p.v_head_dim)
-            of_q, of_k = describe_rows(q, p, self.config, dim), describe(k, keys, dim)
-            self.descriptors = of_q, of_k, describe(v, keys, v_dim)
-            if self.division.splits == 1:
-                self.descriptors += (describe_rows(out, p, self.config, out_width(p.v_head_dim)),)
-        tiles = [rebased(descriptor, t) for descriptor, t in zip(self.descriptors, tensors, strict=False)]
-        tiles += [None] * (4 - len(tiles))
+            self.descriptors = self._describe(*tensors)
+        sources = (*tensors, q, k)
+        tiles = [rebased(of, t) if of else None for of, t in zip(self.descriptors, sources, strict=True)]
         band = (p.first_offset or 0, p.last_offset or 0)
         return (
             *views, lse, q.shape[2], *tiles, table, table.shape[0], LOG2E if p.softcap else positive_scale(p),
             p.rescale_threshold, p.q_len, p.kv_len, *band, p.q_heads, p.group, self._modifiers(lse, extras),
             self.config,
         )  # fmt: skip
+
+    def _describe(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
+    ) -> tuple[TensorDescriptor | None, ...]:
+        """Of q, k, v and out, and of the tails of q and k. Splits have none of out, most head dims no tail."""
+        p, keys = self.problem, self.tile.block_n
+        first, rest = main(p.head_dim), tail(p.head_dim)
+        of_q, of_k = describe_rows(q, p, self.config, first), describe(k, keys, first)
+        columns = out_width(p.head_dim, p.v_head_dim)
+        of_out = describe_rows(out, p, self.config, columns) if self.division.splits == 1 else None
+        tails = (describe_rows(q, p, self.config, rest), describe(k, keys, rest)) if rest else (None, None)
+        return of_q, of_k, describe(v, keys, width(p.v_head_dim)), of_out, *tails
 
     def _modifiers(self, unused: torch.Tensor, extras: Extras) -> Modifiers:
         p = self.problem

@@ -27,7 +27,7 @@ class HopperTile(Tile):
     num_stages: int = 2
     max_registers: int | None = 240  # of a thread of a consumer; 160 for three consumers
     descriptors: bool = True
-    width: int  # columns of Q and K in shared memory; for head dims above half of it, 64 for 64 alone
+    width: int  # of head dims of q and k the largest: 64, which is for 64 alone, 128, 192 or 256
     v_width: int | None = None  # of V and O, None: as wide; for head dims of v up to it
     turns: bool = True  # consumers take turns in issuing their products
     skip: bool = False  # a consumer leaves out the blocks that none of its rows sees
@@ -99,12 +99,17 @@ class HopperTile(Tile):
         return self.when.refusal(p, arch, self.block_m, programs(p, self, division))
 
     def _fits(self, dim: int, v_dim: int) -> bool:
-        least = self.width // 2 + 8 if self.width > 64 else 64
-        return dim % 8 == v_dim % 8 == 0 and least <= dim <= self.width and 64 <= v_dim <= (self.v_width or self.width)
+        widest = self.v_width or self.width
+        return dim % 8 == v_dim % 8 == 0 and self._least <= dim <= self.width and 64 <= v_dim <= widest
+
+    @property
+    def _least(self) -> int:
+        """The least head dim: from there on tiles of half the columns are too small."""
+        return {64: 64, 128: 72, 192: 136, 256: 136}[self.width]
 
     @property
     def _head_dims(self) -> str:
-        own = "64" if self.width == 64 else f"{self.width // 2 + 8} to {self.width}"
+        own = "64" if self.width == 64 else f"{self._least} to {self.width}"
         return f"{own} with 64 to {self.v_width or self.width} of v, multiples of 8"
 
     def _too_large(self, p: Problem) -> str | None:

@@ -56,6 +56,11 @@ BACKEND = Backend(
         ),
         NARROW,
         HopperTile(
+            width=192, v_width=128, block_m=128, block_n=128, num_stages=2, turns=False, pack_gqa=True, split=True,
+            block_time=1.6, when=When(min_programs=0.5), reason="blocks of 128 keys: V has half the columns",
+            provenance="TODO",
+        ),
+        HopperTile(
             width=256, block_m=128, block_n=64, num_stages=2, turns=False, pack_gqa=True, split=True,
             block_time=1.3, when=When(min_programs=0.5),
             reason="blocks of 64 keys: two slots of K and V beside Q fill the shared memory; not called tuned, for "

@@ -12,15 +12,9 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from . import assembly, bounds, copies, guarded, layouts, softmax
+from . import assembly, bounds, guarded, layouts, producer, ring, softmax, store
 
 
 class Config(NamedTuple):
@@ -72,6 +66,8 @@ class Call(NamedTuple):
     k_tiles: Any
     v_tiles: Any
     out_tiles: Any
+    q_tail: Any
+    k_tail: Any
     schedule: Any
     rounds: Any
     scale_log2: Any
@@ -85,111 +81,29 @@ class Call(NamedTuple):
     modifiers: Any
 
 
-class Shared(NamedTuple):
-    """Shared memory and its barriers."""
-
-    q: Any  # QUERY_TILES for each consumer
-    out: Any  # a tile for each consumer, or half of one; not of splits
-    k: Any  # a tile for each slot
-    v: Any
-    q_full: Any
-    q_empty: Any
-    full: Any
-    empty: Any
-    flags: Any  # see `softmax.suspect`
-
-
 @gluon.jit
-def _slot(count, config):
-    return count & (config.SLOTS - 1)
-
-
-@gluon.jit
-def _wait_full(shared, count, config):
-    """Until the `count`-th filling of the ring has landed."""
-    mbarrier.wait(shared.full.index(_slot(count, config)), (count // config.SLOTS) & 1)
-
-
-@gluon.jit
-def _query_tile(i, config, W: gl.constexpr):
-    """Where Q of consumer W lies for the i-th tile."""
-    return (i & (config.QUERY_TILES - 1)) * config.WARPGROUPS + W
-
-
-@gluon.jit
-def _query_phase(i, config):
-    return (i // config.QUERY_TILES) & 1
-
-
-@gluon.jit
-def _produce_queries(shared, call, span, i, config):
-    for w in gl.static_range(config.WARPGROUPS):
-        place = _query_tile(i, config, w)
-        full = shared.q_full.index(place)
-        mbarrier.wait(shared.q_empty.index(place), _query_phase(i, config) ^ 1)
-        mbarrier.expect(full, 64 * layouts.width(config.D) * 2)
-        row = span.q_row + bounds.own_row(span, config, w)
-        if config.HEADS == 1:
-            copies.load(call.q_tiles, [span.slab, span.head, row, 0], full, shared.q.index(place))
-        else:
-            copies.load(call.q_tiles, [span.slab, span.head // call.group, 0, row, 0], full, shared.q.index(place))
-
-
-@gluon.jit
-def _wait_empty(shared, count, config):
-    """Until the slot of the `count`-th filling of the ring is free."""
-    mbarrier.wait(shared.empty.index(_slot(count, config)), ((count // config.SLOTS) & 1) ^ 1)
-
-
-@gluon.jit
-def _produce_first(shared, call, span, i, count, config):
-    """Q of the i-th tile and K of its first block, the `count`-th filling of the ring."""
-    _produce_queries(shared, call, span, i, config)
-    _, stop = bounds.key_blocks(span, config)
-    _wait_empty(shared, count, config)
-    full = shared.full.index(_slot(count, config))
-    mbarrier.expect(full, config.BLOCK_N * layouts.width(config.D) * 2)
-    place = [span.slab, span.head // call.group, span.k_row + (stop - 1) * config.BLOCK_N, 0]
-    copies.load(call.k_tiles, place, full, shared.k.index(_slot(count, config)))
-
-
-@gluon.jit
-def _produce(shared, call, config):
-    """The producer warp: Q, K and V of all tiles of this CTA, but for what the entry asked for."""
-    K_BYTES: gl.constexpr = config.BLOCK_N * layouts.width(config.D) * 2
-    V_BYTES: gl.constexpr = config.BLOCK_N * layouts.width(config.D_V) * 2
-    count = 0
-    for i in range(call.rounds):
-        span = bounds.tile(i, call, config)
-        if span.head >= 0:
-            if i > 0:
-                _produce_first(shared, call, span, i, count, config)
-            count += 1
-            slab = span.slab
-            kv_head = span.head // call.group
-            first, stop = bounds.key_blocks(span, config)
-            # The last slot of a tile has V only.
-            for visit in range(1, stop - first + 1):
-                row = span.k_row + (stop - 1 - visit) * config.BLOCK_N
-                slot = _slot(count, config)
-                full = shared.full.index(slot)
-                _wait_empty(shared, count, config)
-                if visit == stop - first:
-                    mbarrier.expect(full, V_BYTES)
-                    copies.load(call.v_tiles, [slab, kv_head, row + config.BLOCK_N, 0], full, shared.v.index(slot))
-                else:
-                    mbarrier.expect(full, K_BYTES + V_BYTES)
-                    copies.load(call.k_tiles, [slab, kv_head, row, 0], full, shared.k.index(slot))
-                    copies.load(call.v_tiles, [slab, kv_head, row + config.BLOCK_N, 0], full, shared.v.index(slot))
-                count += 1
+def _queries(shared, place, config):
+    """Left operands of the scores: Q and its tail, which is not used where there is none."""
+    q = shared.q.index(place).reshape([64, layouts.main(config.D)])
+    q_tail = q
+    if layouts.tail(config.D) > 0:
+        q_tail = shared.q_tail.index(place).reshape([64, layouts.tail(config.D)])
+    if config.QUERY_REGISTERS:
+        q = q.load(layouts.left_operand(config.BLOCK_N))
+        q_tail = q_tail.load(layouts.left_operand(config.BLOCK_N))
+    return q, q_tail
 
 
 @gluon.jit
 def _issue_scores(q, shared, slot, config):
     """Q K^T, under way."""
-    k = shared.k.index(slot).reshape([config.BLOCK_N, layouts.width(config.D)]).permute((1, 0))
+    k = shared.k.index(slot).reshape([config.BLOCK_N, layouts.main(config.D)]).permute((1, 0))
     zeros = gl.zeros([64, config.BLOCK_N], gl.float32, layouts.accumulator(config.BLOCK_N))
-    return warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
+    s = warpgroup_mma(q[0], k, zeros, use_acc=False, is_async=True)
+    if layouts.tail(config.D) > 0:
+        k_tail = shared.k_tail.index(slot).reshape([config.BLOCK_N, layouts.tail(config.D)]).permute((1, 0))
+        s = warpgroup_mma(q[1], k_tail, s, is_async=True)
+    return s
 
 
 @gluon.jit
@@ -210,9 +124,9 @@ def _settle(s, call, config):
 
 
 @gluon.jit
-def _narrow(p, q, config):
+def _narrow(p, dtype: gl.constexpr, config):
     """P as the left operand of its product; moves no data."""
-    return gl.convert_layout(p.to(q.dtype), layouts.left_operand(layouts.width(config.D_V)))
+    return gl.convert_layout(p.to(dtype), layouts.left_operand(layouts.width(config.D_V)))
 
 
 @gluon.jit
@@ -220,11 +134,11 @@ def _skip(shared, count, i, call, config, W: gl.constexpr):
     """Give back the blocks that this consumer leaves out: count."""
     _, _, skipped, _, _, _, _ = bounds.visits(i, call, config, W)
     for _ in range(skipped):
-        _wait_full(shared, count, config)
+        ring.wait_full(shared, count, config)
         if config.TURNS:  # of the visit after this one
             assembly.turn(True, W)
             assembly.turn(False, (W + 1) % config.WARPGROUPS)
-        mbarrier.arrive(shared.empty.index(_slot(count, config)), count=1)
+        mbarrier.arrive(shared.empty.index(ring.slot(count, config)), count=1)
         count += 1
     return count
 
@@ -234,9 +148,9 @@ def _open(q, shared, count, i, call, config, W: gl.constexpr):
     """The first block of a tile, with nothing to overlap: acc (still 0), p, m, l, count."""
     if config.SKIP:
         count = _skip(shared, count, i, call, config, W)
-    _wait_full(shared, count, config)
-    s = warpgroup_mma_wait(0, [_issue_scores(q, shared, _slot(count, config), config)])
-    mbarrier.arrive(shared.empty.index(_slot(count, config)), count=1)
+    ring.wait_full(shared, count, config)
+    s = warpgroup_mma_wait(0, [_issue_scores(q, shared, ring.slot(count, config), config)])
+    mbarrier.arrive(shared.empty.index(ring.slot(count, config)), count=1)
     span, _, skipped, _, _, row, key = bounds.visits(i, call, config, W)
     s = _settle(s, call, config)
     key -= skipped * config.BLOCK_N
@@ -244,10 +158,10 @@ def _open(q, shared, count, i, call, config, W: gl.constexpr):
         s = softmax.hide(s, row, key, span, config)
     m = softmax.opened(s, gl.SliceLayout(1, layouts.accumulator(config.BLOCK_N)), call.scale_log2)
     p, l = softmax.probabilities(s, m, call.scale_log2)
-    p = _narrow(p, q, config)
+    p = _narrow(p, shared.v.dtype, config)
     WIDTH: gl.constexpr = layouts.width(config.D_V)
     acc = gl.zeros([64, WIDTH], gl.float32, layouts.accumulator(WIDTH))
-    _wait_full(shared, count + 1, config)
+    ring.wait_full(shared, count + 1, config)
     return acc, p, m, l, count + 1
 
 
@@ -262,7 +176,7 @@ def _visit(state, q, shared, i, call, config, W: gl.constexpr):
     span, visits, skipped, begin, end, row, key = bounds.visits(i, call, config, W)
     factor = gl.full_like(m, 1.0)  # of what was summed before
     for visit in range(skipped + 1, visits):
-        slot = _slot(count, config)
+        slot = ring.slot(count, config)
         if config.BY_SUM:
             m = softmax.lifted(m, factor)
         if config.TURNS:
@@ -289,46 +203,13 @@ def _visit(state, q, shared, i, call, config, W: gl.constexpr):
         # To wait for the next slot here keeps ptxas from hoisting the wait for the product above the exponentials. P
         # goes through that wait so that it is not written while the product reads the last one: ptxas would then
         # serialise every product of the kernel (C7513).
-        _wait_full(shared, count + 1, config)
+        ring.wait_full(shared, count + 1, config)
         acc, p_wide = warpgroup_mma_wait(0, [acc_issued, p_wide])
         mbarrier.arrive(shared.empty.index(slot), count=1)
-        p = _narrow(p_wide, q, config)
+        p = _narrow(p_wide, shared.v.dtype, config)
         acc = assembly.rescale(acc, gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout)))
         count += 1
     return acc, p, m, l, count
-
-
-@gluon.jit
-def _copy_out(o, row, column, span, out, call, config):
-    out.reshape(o.shape).store(o)
-    fence_async_shared()
-    if config.HEADS == 1:
-        copies.store(call.out_tiles, [span.slab, span.head, span.q_row + row, column], out)
-    else:
-        copies.store(call.out_tiles, [span.slab, span.head // call.group, 0, span.q_row + row, column], out)
-
-
-@gluon.jit
-def _store_tile(o, row, span, out, call, config):
-    """By TMA, which stops at the end of the tensor."""
-    HALF: gl.constexpr = layouts.out_width(config.D_V)
-    if o.shape[1] == HALF:
-        _copy_out(o, row, 0, span, out, call, config)
-    else:
-        left, right = o.reshape([64, 2, HALF]).permute((0, 2, 1)).split()
-        _copy_out(left, row, 0, span, out, call, config)
-        tma.store_wait(0)
-        copies.barrier()
-        _copy_out(right, row, HALF, span, out, call, config)
-
-
-@gluon.jit
-def _store_rows(o, row, span, call, config):
-    """From the registers: splits, and the last rows of a packed sequence, which others follow."""
-    query, head, inside = bounds.rows(span, row, gl.SliceLayout(1, o.type.layout), call, config)
-    cols = gl.arange(0, o.shape[1], gl.SliceLayout(0, o.type.layout))
-    places = guarded.rows_of(call.out, span.out_slab, span, query, head)
-    gl.store(places[:, None] + cols[None, :], o, mask=inside[:, None] & (cols < config.D_V)[None, :])
 
 
 @gluon.jit
@@ -338,7 +219,7 @@ def _close(state, shared, i, call, config, W: gl.constexpr):
     acc, p, m, l, count = state
     span = bounds.tile(i, call, config)
     row = bounds.own_row(span, config, W)
-    slot = _slot(count, config)
+    slot = ring.slot(count, config)
     acc_issued = _issue_values(p, acc, shared, slot, config)
     l = gl.convert_layout(gl.sum(l, 1), m.type.layout)
     L: gl.constexpr = m.type.layout
@@ -354,15 +235,7 @@ def _close(state, shared, i, call, config, W: gl.constexpr):
             gl.store(softmax.lse_row(call, span) + head * call.lse_rows + query, lse, mask=inside)
         o = (acc * gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))[:, None])
         o = o.to(call.out.ptr.dtype.element_ty)
-        if config.SPLIT:
-            _store_rows(o, row, span, call, config)
-        elif config.PACKED:
-            if row + 64 > span.q_len:
-                _store_rows(o, row, span, call, config)
-            else:
-                _store_tile(o, row, span, shared.out.index(W), call, config)
-        else:
-            _store_tile(o, row, span, shared.out.index(W), call, config)
+        store.store(o, row, span, shared.out.index(W), call, config)
     return count + 1
 
 
@@ -374,61 +247,30 @@ def _consume(shared, call, config, W: gl.constexpr):
         assembly.turn(False, 0)
     for i in range(call.rounds):
         if bounds.tile(i, call, config).head >= 0:
-            place = _query_tile(i, config, W)
-            mbarrier.wait(shared.q_full.index(place), _query_phase(i, config))
+            place = ring.query_tile(i, config, W)
+            mbarrier.wait(shared.q_full.index(place), ring.query_phase(i, config))
             # By itself, or ptxas keeps the descriptors of Q in some 20 vector registers.
-            q = shared.q.index(assembly.here(place)).reshape([64, layouts.width(config.D)])
+            q = _queries(shared, assembly.here(place), config)
             if config.QUERY_REGISTERS:
-                q = q.load(layouts.left_operand(config.BLOCK_N))
                 mbarrier.arrive(shared.q_empty.index(place), count=1)
             state = _open(q, shared, count, i, call, config, W)
             state = _visit(state, q, shared, i, call, config, W)
             if not config.QUERY_REGISTERS:
-                mbarrier.arrive(shared.q_empty.index(_query_tile(i, config, W)), count=1)
+                mbarrier.arrive(shared.q_empty.index(ring.query_tile(i, config, W)), count=1)
             count = _close(state, shared, i, call, config, W)
     tma.store_wait(0)
 
 
-@gluon.jit
-def _allocate(call, config):
-    """Shared memory and barriers, ready."""
-    N: gl.constexpr = config.WARPGROUPS
-    TILES: gl.constexpr = N * config.QUERY_TILES
-    SLOTS: gl.constexpr = config.SLOTS
-    KEYS: gl.constexpr = config.BLOCK_N
-    D: gl.constexpr = layouts.width(config.D)
-    D_V: gl.constexpr = layouts.width(config.D_V)
-    L: gl.constexpr = mbarrier.MBarrierLayout()
-    q = gl.allocate_shared_memory(call.q_tiles.dtype, [TILES] + layouts.query_box(config.HEADS, D), call.q_tiles.layout)
-    out = q  # not used: splits are stored from the registers
-    if not config.SPLIT:
-        OUT: gl.constexpr = [N] + layouts.query_box(config.HEADS, layouts.out_width(config.D_V))
-        out = gl.allocate_shared_memory(call.q_tiles.dtype, OUT, call.out_tiles.layout)
-    k = gl.allocate_shared_memory(call.q_tiles.dtype, [SLOTS, 1, 1, KEYS, D], call.k_tiles.layout)
-    v = gl.allocate_shared_memory(call.q_tiles.dtype, [SLOTS, 1, 1, KEYS, D_V], call.v_tiles.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [TILES, 1], L)
-    q_empty = gl.allocate_shared_memory(gl.int64, [TILES, 1], L)
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], L)
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], L)
-    for w in gl.static_range(TILES):
-        mbarrier.init(q_full.index(w), count=1)
-        mbarrier.init(q_empty.index(w), count=1)
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=N)
-    fence_async_shared()
-    flags = gl.allocate_shared_memory(gl.int32, [N, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return Shared(q, out, k, v, q_full, q_empty, full, empty, flags)
-
-
 @gluon.jit(do_not_specialize=["lse_rows", "rounds", "q_len", "kv_len", "first_offset", "last_offset", "q_heads",
                               "group"])
-def attention_forward(q, k, v, out, lse, lse_rows, q_tiles, k_tiles, v_tiles, out_tiles, schedule, rounds, scale_log2,
-                      threshold, q_len, kv_len, first_offset, last_offset, q_heads, group, modifiers, config):
+def attention_forward(q, k, v, out, lse, lse_rows, q_tiles, k_tiles, v_tiles, out_tiles, q_tail, k_tail, schedule,
+                      rounds, scale_log2, threshold, q_len, kv_len, first_offset, last_offset, q_heads, group,
+                      modifiers, config):
     """out = softmax(scale * q @ k^T inside the band) @ v. Grid: (CTAs,), 4 warps and those of the other roles.
 
-    q, out (B, Hq, Sq, D), k, v (B, Hkv, Sk, D): `memory.View`s, fp16 or bf16, used where TMA cannot be, and descriptors
-    with blocks of 64 rows (q, out; see `layouts.query_box`) or BLOCK_N. v and out have D_V columns. lse: (B, Hq,
+    q, out (B, Hq, Sq, D), k, v (B, Hkv, Sk, D): `ring.View`s, fp16 or bf16, used where TMA cannot be, and descriptors
+    with blocks of 64 rows (q, out; see `layouts.query_box`) or BLOCK_N; q_tail, k_tail: of q and k, for the columns
+    from `layouts.main` on, if D has a tail. v and out have D_V columns. lse: (B, Hq,
     lse_rows) fp32, contiguous. Under SPLIT out is fp32, without a descriptor, and B of out and lse is splits * B of q.
     schedule: (rounds, CTAs) tiles, see `launch.schedule`, or records, see `launch.split_schedule` and, for ragged
     lengths, `schedule.py`.
@@ -436,18 +278,18 @@ def attention_forward(q, k, v, out, lse, lse_rows, q_tiles, k_tiles, v_tiles, ou
     kv_len: unless ragged. Query i sees keys i + first_offset to i + last_offset, as far as the band has bounds. group:
     query heads per key head.
     """
-    call = Call(q, k, v, out, lse, lse_rows, q_tiles, k_tiles, v_tiles, out_tiles, schedule, rounds, scale_log2,
-                threshold, q_len, kv_len, first_offset, last_offset, q_heads, group, modifiers)
+    call = Call(q, k, v, out, lse, lse_rows, q_tiles, k_tiles, v_tiles, out_tiles, q_tail, k_tail, schedule, rounds,
+                scale_log2, threshold, q_len, kv_len, first_offset, last_offset, q_heads, group, modifiers)
     # The first loads before the roles part: half a microsecond.
     span = bounds.tile(0, call, config)
-    shared = _allocate(call, config)
+    shared = ring.allocate(call, config)
     if span.head >= 0:
-        _produce_first(shared, call, span, 0, 0, config)
+        producer.produce_first(shared, call, span, 0, 0, config)
     R: gl.constexpr = config.REGISTERS
     if config.WARPGROUPS == 2:
         gl.warp_specialize([(_consume, (shared, call, config, 0)), (_consume, (shared, call, config, 1)),
-                            (_produce, (shared, call, config))], [4, 1], [R, 24])
+                            (producer.produce, (shared, call, config))], [4, 1], [R, 24])
     else:
         gl.warp_specialize([(_consume, (shared, call, config, 0)), (_consume, (shared, call, config, 1)),
-                            (_consume, (shared, call, config, 2)), (_produce, (shared, call, config))],
+                            (_consume, (shared, call, config, 2)), (producer.produce, (shared, call, config))],
                            [4, 4, 1], [R, R, 24])
