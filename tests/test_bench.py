@@ -18,7 +18,7 @@ from lazymax.backends import Tile, When, registry
 from lazymax.bench import check, clock, command, report
 from lazymax.bench.cases import SUITES, Case, label
 from lazymax.bench.check import FAILED, LEFT_OUT, OK, WRONG, Oracle, pieces
-from lazymax.bench.clock import HostClock, clock_for, order, ratio, rounds_of
+from lazymax.bench.clock import GraphClock, HostClock, clock_for, order, ratio, rounds_of
 from lazymax.bench.measure import Row, extra_memory, least_bytes, measure, overhead
 from lazymax.bench.peers import (
     LAZYMAX,
@@ -196,6 +196,54 @@ def test_a_wrong_candidate_gets_no_time():
         assert rows[name].ms is rows[name].tflops is rows[name].lazymax_speed is None
     text = report.case_table(list(rows.values()))
     assert "WRONG: relative error" in text and "left out: RuntimeError: no such kernel" in text
+
+
+class Graphs(GraphClock):
+    """Graphs of candidates, one after the other: right, refused, wrong."""
+
+    def __init__(self) -> None:
+        self.device, self.turn = CPU, 0
+
+    synchronize, milliseconds = HostClock.synchronize, HostClock.milliseconds
+
+    def captured(self, candidate: Ready) -> Ready:
+        self.turn += 1
+        if self.turn == 2:
+            raise RuntimeError("operation not permitted when stream is capturing\nand more")
+        return Ready((lambda: 2 * candidate.run()) if self.turn == 3 else candidate.run)
+
+
+def test_graphs_are_judged_too():
+    everyone = candidates("sdpa,sdpa-math,sdpa-flash")
+    found = measure(SQUARE, torch.bfloat16, everyone, Graphs(), rounds=2, window_ms=1)  # type: ignore[arg-type]
+    rows = {row.candidate: row for row in found}
+    assert rows[LAZYMAX].status == OK and rows[LAZYMAX].ms > 0
+    assert rows["sdpa"].status == LEFT_OUT
+    assert rows["sdpa"].reason == "no CUDA graph of it: operation not permitted when stream is capturing"
+    assert rows["sdpa-math"].status == WRONG and rows["sdpa-math"].ms is None
+
+    refused = Graphs()
+    refused.turn = 1
+    found = measure(SQUARE, torch.bfloat16, candidates(""), refused, rounds=2, window_ms=1)  # type: ignore[arg-type]
+    assert [row.status for row in found] == [FAILED]
+
+
+@pytest.mark.parametrize(
+    ("other", "got"),
+    [(["--overhead"], "--overhead"), (["--suite", "varlen"], "--suite varlen"), (["--suite", "short"], "device cpu")],
+)
+def test_graphs_need_shapes_and_a_gpu(capsys, other, got):
+    assert main(["bench", "--graphs", *other, *FAST]) == 2
+    assert f"--graphs: got {got}; it goes with --shape" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_graphs_on_a_gpu(device):
+    if device != "cuda":
+        pytest.skip("needs a GPU: CUDA graphs")
+    clock = clock_for(torch.device(device), graphs=True)
+    found = measure(SQUARE, torch.bfloat16, candidates("sdpa"), clock, rounds=2, window_ms=1)
+    assert [row.status for row in found] == [OK, OK]
 
 
 @pytest.mark.parametrize(("fault", "status"), [(garbage, WRONG), (broken, FAILED)])

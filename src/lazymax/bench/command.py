@@ -57,6 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--jobs", type=int, metavar="N",
         help=f"{CALLS}: processes that build and try the kernels beforehand, 0 for none; default: 8 on a GPU",
     )  # fmt: skip
+    parser.add_argument(
+        "--graphs",
+        action="store_true",
+        help="replays of CUDA graphs instead of eager calls: the kernels without the host",
+    )
     parser.add_argument("--overhead", action="store_true", help="host time of an eager call instead; no shapes")
     parser.add_argument("--device", help="cuda or cuda:N; cpu must be asked for, and only tests this tool")
     parser.add_argument("--commit", help="to write into the files; default: git's")
@@ -87,6 +92,7 @@ def run(options: argparse.Namespace) -> int:
     with usage():
         _check_rows(options)
         dtypes, device = parse_dtypes(options.dtype), parse_device(options.device)
+        _check_graphs(options, device)
         wanted = calls_command.calls_of(options, device)
         cases = [] if wanted else cases_of(options)
         against = DEFAULT_PEERS if options.against is None else options.against
@@ -115,6 +121,13 @@ def _check_rows(options: argparse.Namespace) -> None:
     others += ["--overhead"] if options.overhead else []
     if options.rows and others:
         raise ValueError(f"--rows: got {options.rows!r} with {others[0]}; it goes with --shape and suites of shapes")
+
+
+def _check_graphs(options: argparse.Namespace, device: torch.device) -> None:
+    calls = [name for name in options.suite if name in CALL_SUITES]
+    if options.graphs and (calls or options.overhead or device.type != "cuda"):
+        what = f"--suite {calls[0]}" if calls else "--overhead" if options.overhead else f"device {device}"
+        raise ValueError(f"--graphs: got {what}; it goes with --shape and suites of shapes, on a GPU")
 
 
 def _check_plans(cases: Sequence[Case], dtypes: Sequence[torch.dtype], device: torch.device, impl: str) -> None:
@@ -148,10 +161,10 @@ def _run(
     device: torch.device,
 ) -> int:
     quiet = options.json == "-"
-    clock = clock_for(device)
+    clock = clock_for(device, options.graphs)
     facts = about(clock, dtypes, options.arguments, options.rounds, options.window_ms, options.commit)
     if not quiet:
-        say(header(facts))
+        say(header(facts) + ("\ntimes of CUDA graph replays" if options.graphs else ""))
     rows: list[Row] = []
     work = [(case, dtype) for dtype in dtypes for case in cases]
     for case, dtype in progress(work, "bench", len(work)):

@@ -16,7 +16,7 @@ from ..problem import Problem
 from ..reference import TORCH_SDPA
 from .cases import Case
 from .check import FAILED, LEFT_OUT, OK, Oracle, Verdict
-from .clock import Clock, host_blocks, ratio, rounds_of
+from .clock import Clock, GraphClock, host_blocks, ratio, rounds_of
 from .peers import LAZYMAX, LeftOut, Make, Ready, ours, refusals
 from .rows import ALL, BEST, PORTABLE, others, portable, ran, row_of
 
@@ -105,7 +105,8 @@ class Examined:
 def examine(
     makes: Mapping[str, Callable[[], Ready]], oracle: Oracle, clock: Clock, strict: Collection[str] = (LAZYMAX,)
 ) -> Examined:
-    """Run everybody once and judge the results; `strict`: who has to stay in the float64 error budget."""
+    """Run everybody once and judge the results, and those of their graphs if these are what is timed; `strict`: who
+    has to stay in the float64 error budget."""
     found = Examined()
     for name, make in makes.items():
         try:
@@ -116,9 +117,20 @@ def examine(
             found.verdicts[name] = Verdict(None, str(why), FAILED if ours(name) else LEFT_OUT)
             continue
         found.verdicts[name] = oracle.judge(out, budget=name in strict)
-        if found.verdicts[name].status == OK:
-            found.memory[name] = extra_memory(candidate, oracle.problem, clock)
-            found.ready[name] = candidate
+        if found.verdicts[name].status != OK:
+            continue
+        found.memory[name] = extra_memory(candidate, oracle.problem, clock)
+        if isinstance(clock, GraphClock):
+            try:
+                candidate = clock.captured(candidate)
+            except RuntimeError as fault:
+                reason = f"no CUDA graph of it: {str(fault).splitlines()[0]}"
+                found.verdicts[name] = Verdict(None, reason, FAILED if ours(name) else LEFT_OUT)
+                continue
+            found.verdicts[name] = oracle.judge(_once(candidate, clock), budget=name in strict)
+            if found.verdicts[name].status != OK:
+                continue
+        found.ready[name] = candidate
     return found
 
 
