@@ -103,7 +103,7 @@ def test_rows_on_the_gpu(index: int, which: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("which", range(len(DIVIDED_CALLS)))
-@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("width", [64, 128, 192, 256])
 def test_divided_on_the_gpu(width: int, which: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if device != "cuda" or arches.of(torch.device(device)).id != "sm_90":
         pytest.skip(f"needs an H100 or H200: this is {arches.of(torch.device(device)).id}")
@@ -144,6 +144,7 @@ def test_rows_in_the_simulator(index: int, sim: Worker) -> None:
 WIDTHS = [
     pytest.param(64, marks=my_turn(0)),
     pytest.param(128, marks=my_turn(1)),
+    pytest.param(192, marks=pytest.mark.slow),
     pytest.param(256, marks=pytest.mark.slow),
 ]
 
@@ -152,8 +153,8 @@ WIDTHS = [
 def test_divided_in_the_simulator(width: int, sim: Worker) -> None:
     index = next(i for i, row in enumerate(ROWS) if row.width == width and row.warpgroups == 2)
     of = list(range(UNDIVIDED, UNDIVIDED + len(DIVIDED)))
-    wrong = sim.call("simulated:seeds", index, (width, width), "bf16", of[::2])
-    wrong += sim.call("simulated:seeds", index, (width, width), "fp16", of[1::2])
+    wrong = sim.call("simulated:seeds", index, head_dims(ROWS[index])[0], "bf16", of[::2])
+    wrong += sim.call("simulated:seeds", index, head_dims(ROWS[index])[0], "fp16", of[1::2])
     assert not wrong, "\n".join(wrong)
 
 
@@ -162,7 +163,7 @@ def test_divided_in_the_simulator(width: int, sim: Worker) -> None:
 def test_ptxas_has_nothing_to_say_of_divided_builds(width: int, division: tuple[int, int], sim: Worker) -> None:
     index = next(i for i, row in enumerate(ROWS) if row.width == width and row.warpgroups == 2)
     for rules in BANDS[:2]:
-        report = sim.call("simulated:assembled", index, (width, width), "bf16", rules, division)
+        report = sim.call("simulated:assembled", index, head_dims(ROWS[index])[0], "bf16", rules, division)
         assert not report["advisories"] and report["wgmma"] > 0, f"{rules}: {report}"
         assert not (ROWS[index].tuned and report["spills"]), f"{rules}: {report}"
 

@@ -150,7 +150,7 @@ class HopperLaunch:
     options: dict[str, Any]
     ctas: int | None = None  # at most, side by side; None: one for each multiprocessor
     division: Division = WHOLE
-    table: torch.Tensor | None = None  # see `schedule`; ragged problems have another in every call
+    numbers: tuple[Any, ...] | None = None  # see `_numbers`; ragged problems have others in every call
     counts: torch.Tensor | None = None  # of splits, see `split_schedule`
     side_by_side: int | None = None  # CTAs of a call
     heads_together: int | None = None  # at most, see `schedule`
@@ -252,24 +252,22 @@ class HopperLaunch:
             out = torch.empty(slabs, *out.shape[1:], dtype=torch.float32, device=q.device)
             lse = torch.empty(slabs, *out.shape[1:3], dtype=torch.float32, device=q.device)
         tensors = (q, k, v, out)
-        table = self.table
-        if p.ragged:
-            table = self._arrange(extras, q.device)
-        elif table is None:
-            table = self.table = self._schedule(q.device)
-        self.side_by_side = table.shape[1]
-        if self.strides is None:
-            self.strides = tuple(view_strides(t) for t in tensors)
-        views = (View(t, *steps) for t, steps in zip(tensors, self.strides, strict=True))
-        if self.descriptors is None:
-            self.descriptors = self._describe(*tensors)
+        if self.strides is None or self.descriptors is None:
+            self.strides, self.descriptors = tuple(view_strides(t) for t in tensors), self._describe(*tensors)
+        if self.numbers is None or p.ragged:
+            table = self._arrange(extras, q.device) if p.ragged else self._schedule(q.device)
+            self.side_by_side, self.numbers = table.shape[1], self._numbers(table)
+        views = [View(t, *steps) for t, steps in zip(tensors, self.strides, strict=True)]
         sources = (*tensors, q, k)
-        tiles = [rebased(of, t) if of else None for of, t in zip(self.descriptors, sources, strict=True)]
-        band = (p.first_offset or 0, p.last_offset or 0)
+        tiles = [of and rebased(of, t) for of, t in zip(self.descriptors, sources, strict=True)]
+        return *views, lse, q.shape[2], *tiles, *self.numbers, self._modifiers(lse, extras), self.config
+
+    def _numbers(self, table: torch.Tensor) -> tuple[Any, ...]:
+        """The arguments from the schedule on, as far as they are the same in every call."""
+        p = self.problem
         return (
-            *views, lse, q.shape[2], *tiles, table, table.shape[0], LOG2E if p.softcap else positive_scale(p),
-            p.rescale_threshold, p.q_len, p.kv_len, *band, p.q_heads, p.group, self._modifiers(lse, extras),
-            self.config,
+            table, table.shape[0], LOG2E if p.softcap else positive_scale(p), p.rescale_threshold, p.q_len, p.kv_len,
+            p.first_offset or 0, p.last_offset or 0, p.q_heads, p.group,
         )  # fmt: skip
 
     def _describe(
