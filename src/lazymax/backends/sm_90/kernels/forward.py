@@ -284,7 +284,7 @@ def attention_forward(q, k, v, out, lse, lse_rows, q_tiles, k_tiles, v_tiles, ou
     span = bounds.tile(0, call, config)
     shared = ring.allocate(call, config)
     if span.head >= 0:
-        producer.produce_first(shared, call, span, 0, 0, config)
+        producer.produce_first(shared, call, span, 0, 0, config, True)
     R: gl.constexpr = config.REGISTERS
     if config.WARPGROUPS == 2:
         gl.warp_specialize([(_consume, (shared, call, config, 0)), (_consume, (shared, call, config, 1)),

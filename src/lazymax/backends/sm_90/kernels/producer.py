@@ -8,11 +8,12 @@ from . import bounds, copies, layouts, ring
 
 
 @gluon.jit
-def _produce_queries(shared, call, span, i, config):
+def _produce_queries(shared, call, span, i, config, FRESH: gl.constexpr):
     for w in gl.static_range(config.WARPGROUPS):
         place = ring.query_tile(i, config, w)
         full = shared.q_full.index(place)
-        mbarrier.wait(shared.q_empty.index(place), ring.query_phase(i, config) ^ 1)
+        if not FRESH:
+            mbarrier.wait(shared.q_empty.index(place), ring.query_phase(i, config) ^ 1)
         mbarrier.expect(full, 64 * layouts.columns(config.D) * 2)
         row = span.q_row + bounds.own_row(span, config, w)
         q_at = (span.slab, span.head, row)
@@ -32,11 +33,12 @@ def _load_keys(shared, call, span, block, slot, full, config):
 
 
 @gluon.jit
-def produce_first(shared, call, span, i, count, config):
-    """Q of the i-th tile and K of its first block, the `count`-th filling of the ring."""
-    _produce_queries(shared, call, span, i, config)
+def produce_first(shared, call, span, i, count, config, FRESH: gl.constexpr):
+    """Q of the i-th tile and K of its first block, the `count`-th filling of the ring. FRESH: the first of all."""
+    _produce_queries(shared, call, span, i, config, FRESH)
     _, stop = bounds.key_blocks(span, config)
-    ring.wait_empty(shared, count, config)
+    if not FRESH:
+        ring.wait_empty(shared, count, config)
     slot = ring.slot(count, config)
     full = shared.full.index(slot)
     mbarrier.expect(full, config.BLOCK_N * layouts.columns(config.D) * 2)
@@ -53,7 +55,7 @@ def produce(shared, call, config):
         span = bounds.tile(i, call, config)
         if span.head >= 0:
             if i > 0:
-                produce_first(shared, call, span, i, count, config)
+                produce_first(shared, call, span, i, count, config, False)
             count += 1
             first, stop = bounds.key_blocks(span, config)
             # The last slot of a tile has V only.
