@@ -1,0 +1,164 @@
+"""What every row of sm_100 costs by its machine code: the table benchmarks/results/sm_100-static.csv.
+
+    PYTHONPATH=src:tests python tests/sm_100_static.py [--write]
+
+compiles each row with the Triton that is installed, counts the instructions of its loops over blocks of keys, and
+prices them (`simulators/sm_100`). Table `rows`: what runs, on sm_100. `ladder`: rung after rung, each with those before
+it. `portable`: what would run without the backend's own kernel. Priced, not run on hardware. `--write` replaces the
+rows of this Triton in the file.
+"""
+
+import csv
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import triton
+from simulators import sm_100
+
+from lazymax import arch as arches
+from lazymax.backends import Tile, registry
+from lazymax.compat import tritons
+from lazymax.compiling import compile_plan
+from lazymax.dispatch import plan
+from lazymax.problem import Problem
+
+FILE = Path(__file__).parent.parent / "benchmarks" / "results" / "sm_100-static.csv"
+ARCH = arches.by_name("sm_100")
+LEVEL = "priced, not run on hardware"
+BANDS: dict[str, dict[str, Any]] = {"full": {}, "causal": {"causal": "bottom_right"}}
+BASE = {
+    "software": 0, "branch": False, "early": 128, "chunk": 64, "order": 0, "max3": False, "s_buffers": 2,
+    "counter": False,
+}  # fmt: skip
+# In the seed's order. The correction has warps of its own in each: what that takes off the softmax is in the columns
+# rescale_fma_cycles and rescale_tmem_cycles.
+RUNGS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("exact rescale, MUFU alone, P at once", BASE),
+    ("maxima of three", {"max3": True}),
+    ("software exp2, 4 of 16", {"software": 4}),
+    ("lazy rescale", {"branch": True}),
+    ("early PV, 96 of 128", {"early": 96, "chunk": 32}),
+    ("chunks in order", {"order": 2}),
+    ("three S buffers", {"s_buffers": 3}),
+    ("P at once", {"early": 128}),
+    ("software exp2, 6 of 16", {"software": 6}),
+)
+OF_64 = {"three S buffers", "P at once", "software exp2, 6 of 16"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    table: str
+    name: str
+    tile: Tile
+    head_dim: int
+    band: str
+
+    @property
+    def key(self) -> tuple[str, str, str, str]:
+        """Of a line in the table, beside the Triton version."""
+        return self.table, self.name, str(self.head_dim), self.band
+
+    @property
+    def problem(self) -> Problem:
+        exact = self.table == "ladder" and not getattr(self.tile, "branch", True)
+        shape = (4, 32, 32, 4096, 4096, self.head_dim)
+        threshold = 0.0 if exact else None
+        return Problem.from_shape(shape, "bf16", rescale_threshold=threshold, return_lse=True, **BANDS[self.band])
+
+
+def ladder(row: Any) -> dict[str, Any]:
+    """The rows of the rungs, each with the changes of those before it; the last is `row`, but for its scheduler."""
+    rungs = [rung for rung in RUNGS if row.head_dim == 64 or rung[0] not in OF_64]
+    found, at = {}, row
+    for number, (name, changes) in enumerate(rungs):
+        at = replace(at, **changes)
+        found[f"{number} {'+ ' if number else ''}{name}"] = at
+    return found
+
+
+def entries() -> list[Entry]:
+    found = []
+    table = registry()["sm_100"]
+    own: list[Any] = [row for row in table.forward if type(row) is not Tile]
+    for row in own:
+        if ARCH.id in row.archs:
+            found += [Entry("rows", row.name, row, row.head_dim, band) for band in BANDS]
+            found += [Entry("ladder", name, rung, row.head_dim, "full") for name, rung in ladder(row).items()]
+    for head_dim in (64, 128):
+        tile = next(row for row in table.forward if type(row) is Tile and (row.when.max_head_dim or 256) >= head_dim)
+        found += [Entry("portable", tile.name, tile, head_dim, band) for band in BANDS]
+    return found
+
+
+def compiled(entry: Entry) -> Any:
+    tile = entry.tile
+    faulty = tile.rescale == "branch" and tritons.branch_rescale_fault(ARCH.triton or "", ARCH.matrix_unit)
+    chosen = replace(plan(entry.problem, ARCH, "sm_100"), tile=tile, rescale="select" if faulty else tile.rescale)
+    return compile_plan(entry.problem, chosen, ARCH)
+
+
+def texts(key: tuple[str, ...]) -> tuple[str, str]:
+    """(PTX, SASS) of an entry."""
+    kernel = compiled(next(entry for entry in entries() if entry.key == key))
+    return kernel.asm["ptx"], sm_100.disassemble(kernel.asm["cubin"])
+
+
+def price(entry: Entry, simulated: bool = True) -> dict[str, Any]:
+    """A line. simulated: with what issue.py estimates, which takes two seconds."""
+    tile, kernel = entry.tile, compiled(entry)
+    work = sm_100.Products(entry.head_dim, tile.block_m, tile.block_n)
+    loops = sm_100.kernel(sm_100.disassemble(kernel.asm["cubin"]))
+    cost = sm_100.price(loops, work)
+    numbers = {name: round(value, 1) for name, value in asdict(cost).items()}
+    line = {
+        "table": entry.table, "row": entry.name, "head_dim": entry.head_dim, "band": entry.band, "dtype": "bf16",
+        "triton": triton.__version__, **numbers, "shared_bytes": kernel.metadata.shared,
+        "tmem_columns": kernel.metadata.tmem_size, "binds": cost.binds,
+        "share_at_most": round(sm_100.share(cost.floor, work), 3),
+    }  # fmt: skip
+    estimate = None
+    if simulated and entry.table != "portable":
+        row: Any = tile
+        schedule = sm_100.Schedule(entry.head_dim, row.early, row.s_buffers, rescale=not row.branch)
+        estimate = sm_100.estimate(loops, schedule)
+    line |= dict.fromkeys(("period", "period_low", "period_high", "answer", "share", "fitted_share"), "")
+    if estimate:
+        share = sm_100.share(estimate.period, work)
+        line |= {
+            "period": round(estimate.period), "period_low": round(estimate.low), "period_high": round(estimate.high),
+            "answer": round(estimate.answer), "share": round(share, 3),
+            "fitted_share": round(share * sm_100.CLOCK_SHARE, 3),
+        }  # fmt: skip
+    return line | {"arch": ARCH.id, "level": LEVEL}
+
+
+def prices(keys: list[tuple[str, ...]], simulated: bool) -> list[dict[str, Any]]:
+    return [price(entry, simulated) for entry in entries() if entry.key in keys]
+
+
+def recorded() -> list[dict[str, str]]:
+    with FILE.open() as file:
+        return list(csv.DictReader(file))
+
+
+def main() -> None:
+    lines = []
+    for entry in entries():
+        line = price(entry)
+        lines.append(line)
+        print(*(line[name] for name in ("triton", "table", "row", "head_dim", "band", "instructions", "mufu", "packed",
+              "spills", "tensor_cycles", "mufu_cycles", "issue_cycles", "binds", "period", "fitted_share")),
+              flush=True)  # fmt: skip
+    if "--write" in sys.argv:
+        others = [line for line in recorded() if line["triton"] != triton.__version__] if FILE.exists() else []
+        with FILE.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(lines[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(sorted([*others, *lines], key=lambda line: line["triton"]))
+
+
+if __name__ == "__main__":
+    main()
