@@ -106,37 +106,41 @@ def texts(key: tuple[str, ...]) -> tuple[str, str]:
     return kernel.asm["ptx"], sm_100.disassemble(kernel.asm["cubin"])
 
 
-def price(entry: Entry, simulated: bool = True) -> dict[str, Any]:
-    """A line. simulated: with what issue.py estimates, which takes two seconds."""
-    tile, kernel = entry.tile, compiled(entry)
-    work = sm_100.Products(entry.head_dim, tile.block_m, tile.block_n)
-    loops = sm_100.kernel(sm_100.disassemble(kernel.asm["cubin"]))
-    cost = sm_100.price(loops, work)
+def estimates(entry: Entry, kernel: sm_100.Kernel, work: sm_100.Products) -> dict[str, Any]:
+    """Of issue.py; empty for the portable rows, which have no roles."""
+    names = ("period", "period_low", "period_high", "answer", "period_full_rate", "share", "fitted_share")
+    if entry.table == "portable":
+        return dict.fromkeys(names, "")
+    row: Any = entry.tile
+    schedule = sm_100.Schedule(entry.head_dim, row.early, row.s_buffers, rescale=not row.branch)
+    usual = sm_100.estimate(kernel, schedule)
+    full = sm_100.estimate(kernel, schedule, [replace(of, tensor_share=1.0) for of in sm_100.VARIED])
+    assert usual and full
+    share = sm_100.share(usual.period, work)
+    periods = map(round, (usual.period, usual.low, usual.high, usual.answer, full.period))
+    return dict(zip(names, (*periods, round(share, 3), round(share * sm_100.CLOCK_SHARE, 3)), strict=True))
+
+
+def price(entry: Entry) -> dict[str, Any]:
+    """A line."""
+    tile, built = entry.tile, compiled(entry)
+    code = sm_100.disassemble(built.asm["cubin"])
+    misread = sm_100.differences(built.asm["ptx"], sm_100.read(code))
+    assert not misread, f"{entry.key}: instructions in PTX and read from the machine code: {misread}"
+    work, kernel = sm_100.Products(entry.head_dim, tile.block_m, tile.block_n), sm_100.kernel(code)
+    cost = sm_100.price(kernel, work)
     numbers = {name: round(value, 1) for name, value in asdict(cost).items()}
-    line = {
+    return {
         "table": entry.table, "row": entry.name, "head_dim": entry.head_dim, "band": entry.band, "dtype": "bf16",
-        "triton": triton.__version__, **numbers, "shared_bytes": kernel.metadata.shared,
-        "tmem_columns": kernel.metadata.tmem_size, "binds": cost.binds,
-        "share_at_most": round(sm_100.share(cost.floor, work), 3),
+        "triton": triton.__version__, **numbers, "shared_bytes": built.metadata.shared,
+        "tmem_columns": built.metadata.tmem_size, "binds": cost.binds,
+        "share_at_most": round(sm_100.share(cost.floor, work), 3), **estimates(entry, kernel, work),
+        "arch": ARCH.id, "level": LEVEL,
     }  # fmt: skip
-    estimate = None
-    if simulated and entry.table != "portable":
-        row: Any = tile
-        schedule = sm_100.Schedule(entry.head_dim, row.early, row.s_buffers, rescale=not row.branch)
-        estimate = sm_100.estimate(loops, schedule)
-    line |= dict.fromkeys(("period", "period_low", "period_high", "answer", "share", "fitted_share"), "")
-    if estimate:
-        share = sm_100.share(estimate.period, work)
-        line |= {
-            "period": round(estimate.period), "period_low": round(estimate.low), "period_high": round(estimate.high),
-            "answer": round(estimate.answer), "share": round(share, 3),
-            "fitted_share": round(share * sm_100.CLOCK_SHARE, 3),
-        }  # fmt: skip
-    return line | {"arch": ARCH.id, "level": LEVEL}
 
 
-def prices(keys: list[tuple[str, ...]], simulated: bool) -> list[dict[str, Any]]:
-    return [price(entry, simulated) for entry in entries() if entry.key in keys]
+def prices(keys: list[tuple[str, ...]]) -> list[dict[str, Any]]:
+    return [price(entry) for entry in entries() if entry.key in keys]
 
 
 def recorded() -> list[dict[str, str]]:

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import sm_100_static
 from simulators import sm_100
-from simulators.sm_100 import Products, Schedule
-from simulators.sm_100.issue import TENSOR_SHARE, Latencies
-from simulators.sm_100.issue import estimate as over_latencies
+from simulators.sm_100 import Latencies, Products, Schedule
+from simulators.sm_100.streams import TENSOR_SHARE
 from sm_100_static import entries, recorded
 from turns import FLOOR
 
@@ -210,18 +209,20 @@ def test_what_is_no_such_kernel_is_refused() -> None:
 
 # ---- the simulated period
 
-ONE = (Latencies(),)
+USUAL = Latencies()
 CHAIN = ("FADD R3, R3, R3",) * 200
 
 
-def period(schedule: Schedule, *parts: list[str], latencies: Latencies = ONE[0]) -> float:
+def period(schedule: Schedule, *parts: list[str], latencies: Latencies = USUAL) -> float:
     kernel = sm_100.kernel(text(*parts, CORRECTION, PRODUCTS, LOADS))
-    return over_latencies(kernel.softmax, kernel.correction, schedule, (latencies,)).period
+    estimate = sm_100.estimate(kernel, schedule, (latencies,))
+    assert estimate
+    return estimate.period
 
 
 def test_the_tensor_pipe_binds_where_the_softmax_is_short() -> None:
     assert period(Schedule(128), TWO) == pytest.approx(2048 / TENSOR_SHARE, rel=1e-3)
-    faster = replace(ONE[0], tensor_share=1.0)
+    faster = replace(USUAL, tensor_share=1.0)
     assert period(Schedule(128), TWO, latencies=faster) == pytest.approx(2048, rel=1e-3)
 
 
@@ -237,7 +238,7 @@ def test_what_lies_between_the_bounds_is_latency() -> None:
     some = [*softmax("softmax0", 120), *softmax("softmax1", 120)]
     usual = period(Schedule(128), some)
     assert usual > 2048 / TENSOR_SHARE
-    assert period(Schedule(128), some, latencies=replace(ONE[0], product=400)) > usual + 100
+    assert period(Schedule(128), some, latencies=replace(USUAL, product=400)) > usual + 100
     chain = [*softmax("softmax0", more=CHAIN), *softmax("softmax1", more=CHAIN)]
     least = 4 * len(CHAIN)
     assert period(Schedule(64), chain) > least + 1024 / TENSOR_SHARE / 2
@@ -317,12 +318,12 @@ def default(entry: sm_100_static.Entry) -> bool:
 
 def test_rows(compiler: Any) -> None:
     keys = [entry.key for entry in entries() if default(entry)]
-    lines = compiler.call("sm_100_static:prices", keys, True)
+    lines = compiler.call("sm_100_static:prices", keys)
     assert len(lines) == len(keys) > 0
     assert beside_the_table(lines) == []
 
 
 @pytest.mark.slow
 def test_every_row_and_rung(compiler: Any) -> None:
-    lines = compiler.call("sm_100_static:prices", [entry.key for entry in entries()], True)
+    lines = compiler.call("sm_100_static:prices", [entry.key for entry in entries()])
     assert beside_the_table(lines) == []

@@ -17,33 +17,11 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from .loops import Loop
-from .pipes import TENSOR_FLOP, price
-from .sass import Instruction
+from .pipes import TENSOR_FLOP
+from .streams import Latencies, Schedule, Slot, correction_slots, softmax_slots
 
-TENSOR_SHARE = 0.87  # of its rate that the tensor pipe reaches; fitted
 CLOCK_SHARE = 0.851  # of GHZ, for the period of FA4's code to give what FA4 publishes; fitted
-LONG = {"LDS", "LDSM", "SHFL", "S2R", "R2UR", "LDL", "LDC", "LDCU", "REDUX", "CREDUX", "S2UR"}
-
-
-@dataclass(frozen=True, slots=True)
-class Latencies:
-    """Clocks until a result can be used; all assumed."""
-
-    alu: float = 4
-    fma: float = 4
-    f2fp: float = 5
-    mufu: float = 22
-    long: float = 30  # of LONG
-    tmem_load: float = 40  # and the clocks it takes
-    tmem_store: float = 40  # until a wait for it ends
-    barrier: float = 24  # of the warps of a partition
-    arrive: float = 30  # until whoever waits on the mbarrier sees it
-    try_wait: float = 24
-    product: float = 110  # from the last product to those who wait for it
-    wake: float = 40  # from an arrival to the first product
-    tensor_share: float = TENSOR_SHARE
-
-
+BLOCKS = 32  # of keys; the second half counts
 _USUAL = Latencies()
 # The softmax warps may lock in phase, both at the exponentials, or out of phase: one run alone is not to be trusted.
 VARIED = (
@@ -57,94 +35,6 @@ VARIED = (
     replace(_USUAL, tmem_load=25, tmem_store=25),
     replace(_USUAL, tmem_load=60, tmem_store=60),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """What the machine code alone does not say. Q K^T runs `buffers` tiles ahead of P V."""
-
-    head_dim: int
-    early: int = 128  # columns of P that are published first; 128: all at once
-    buffers: int = 2  # of S: one for each tile of queries, or three that rotate
-    rescale: bool = False  # the correction takes its branch in every block
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """An instruction of a warp. `event`: what it waits for or publishes, of `role`."""
-
-    role: str  # "", "wait", "await", "publish", "barrier", "drain"
-    event: str
-    pipe: str | None
-    cycles: float
-    latency: float
-    reads: list[int]
-    writes: list[int]
-
-
-def _role(instruction: Instruction) -> str:
-    if instruction.mnemonic == "SYNCS":
-        return "wait" if "TRYWAIT" in instruction.name else "arrive" if "ARRIVE" in instruction.name else ""
-    if instruction.name.startswith("FENCE.VIEW.ASYNC.T"):
-        return "drain"  # of tensor memory
-    return "barrier" if instruction.mnemonic == "BAR" and "ARV" not in instruction.name else ""
-
-
-def _slot(instruction: Instruction, latencies: Latencies) -> Slot:
-    pipe, cycles = price(instruction)
-    reads, writes = instruction.registers()
-    latency = {"mufu": latencies.mufu, "fma": latencies.fma, "tmem_load": latencies.tmem_load + cycles}.get(
-        pipe or "", latencies.alu
-    )
-    if instruction.mnemonic == "F2FP":
-        latency = latencies.f2fp
-    elif instruction.mnemonic in LONG:
-        latency = latencies.long
-    return Slot(_role(instruction), "", None if pipe == "spill" else pipe, cycles, latency, reads, writes)
-
-
-def _from(slots: list[Slot], at: int) -> list[Slot]:
-    return slots[at:] + slots[:at]
-
-
-def softmax_slots(loop: Loop, schedule: Schedule, latencies: Latencies, corrected: bool) -> list[Slot]:
-    """Of an iteration, from its wait for S on; what it publishes are alpha, if someone corrects, and P in one or two
-    parts."""
-    slots = [_slot(instruction, latencies) for instruction in loop.always]
-    loads = [at for at, slot in enumerate(slots) if slot.pipe == "tmem_load"]
-    waits = [at for at, slot in enumerate(slots) if slot.role == "wait"]
-    if not loads or not waits:
-        raise ValueError(f"softmax loop at {loop.address:#x}: expected a wait and a load of S in every iteration")
-    slots = _from(slots, max((at for at in waits if at < loads[0]), default=waits[-1]))
-    slots[0] = replace(slots[0], role="await", event="s")
-    names = [*(["alpha"] if corrected else []), *(["p"] if schedule.early == 128 else ["p1", "p2"])]
-    arrivals = [at for at, slot in enumerate(slots) if slot.role == "arrive"]
-    if len(arrivals) != len(names):
-        raise ValueError(
-            f"softmax loop at {loop.address:#x}: {len(arrivals)} arrivals in every iteration, expected {names}"
-        )
-    for at, name in zip(arrivals, names, strict=True):
-        slots[at] = replace(slots[at], role="publish", event=name)
-    return slots
-
-
-def correction_slots(loop: Loop, schedule: Schedule, latencies: Latencies) -> list[Slot]:
-    """Of an iteration: for each tile of queries a wait for alpha, and an arrival that says O is right."""
-    code = loop.once if schedule.rescale else loop.always
-    slots = [_slot(instruction, latencies) for instruction in code]
-    first = [id(instruction) for instruction in loop.always if _role(instruction) == "wait"]
-    waits = [at for at, instruction in enumerate(code) if id(instruction) in first]
-    if len(waits) != 2:
-        raise ValueError(f"correction loop at {loop.address:#x}: {len(waits)} waits in every iteration, expected 2")
-    slots, second = _from(slots, waits[0]), waits[1] - waits[0]
-    slots[0] = replace(slots[0], role="await", event="alpha0")
-    slots[second] = replace(slots[second], role="await", event="alpha1")
-    arrivals = [at for at, slot in enumerate(slots) if slot.role == "arrive"]
-    for tile, those in enumerate(([at for at in arrivals if at < second], [at for at in arrivals if at > second])):
-        if not those:
-            raise ValueError(f"correction loop at {loop.address:#x}: no arrival for tile {tile} of the queries")
-        slots[those[-1]] = replace(slots[those[-1]], role="publish", event=f"o{tile}")
-    return slots
 
 
 @dataclass(slots=True)
@@ -172,24 +62,21 @@ class _Warp:
 class _Quarter:
     """Two softmax warps, a correction warp, and the tensor pipe."""
 
-    def __init__(
-        self, softmax: Sequence[Loop], correction: Loop | None, schedule: Schedule, latencies: Latencies, blocks: int
-    ) -> None:
-        streams = [softmax_slots(loop, schedule, latencies, correction is not None) for loop in softmax]
-        streams += [correction_slots(correction, schedule, latencies)] if correction else []
+    def __init__(self, softmax: Sequence[Loop], correction: Loop, schedule: Schedule, latencies: Latencies) -> None:
+        streams = [softmax_slots(loop, schedule, latencies) for loop in softmax]
+        streams.append(correction_slots(correction, schedule, latencies))
         self.warps = [_Warp(number, slots) for number, slots in enumerate(streams)]
-        self.corrected, self.schedule, self.latencies = correction is not None, schedule, latencies
+        self.schedule, self.latencies = schedule, latencies
         self.free: dict[str, float] = {}  # when a pipe is
         self.issue_free = 0.0
         self.events: dict[tuple[str, int, int], float] = {}  # (name, tile of queries, block)
         self.tensor_free = 0.0
         self.done: list[float] = []  # when each block's last product was
         self.answers: list[float] = []  # from S seen to P published
-        self.blocks = blocks
         ahead = [("qk", tile % 2, tile // 2) for tile in range(schedule.buffers)]
         pairs = (
             (("pv", tile % 2, tile // 2), ("qk", (tile + schedule.buffers) % 2, (tile + schedule.buffers) // 2))
-            for tile in range(2 * blocks + 2)
+            for tile in range(2 * BLOCKS + 2)
         )
         self.products = [*ahead, *itertools.chain.from_iterable(pairs)]
         self.product = 0
@@ -197,7 +84,7 @@ class _Quarter:
     def run(self) -> tuple[float, float]:
         """(clocks of a block, clocks from S to P), once it is steady."""
         self._multiply()
-        while len(self.done) < self.blocks:
+        while len(self.done) < BLOCKS:
             times = [(self._earliest(warp), warp) for warp in self.warps]
             possible = [(time, warp) for time, warp in times if time is not None]
             if not possible:
@@ -206,7 +93,7 @@ class _Quarter:
             time, warp = min(possible, key=lambda found: found[0])
             self._issue(warp, max(time, self.issue_free))
             self._multiply()
-        half = self.blocks // 2
+        half = BLOCKS // 2
         return (self.done[-1] - self.done[half]) / (len(self.done) - 1 - half), sum(self.answers[-8:]) / 8
 
     def _earliest(self, warp: _Warp) -> float | None:
@@ -254,12 +141,12 @@ class _Quarter:
                 self.tensor_free += clocks
                 self.events["s", tile, block] = self.tensor_free + latencies.product
             else:
-                parts = ["p"] if early == 128 else ["p1", "p2"]
-                needed = [(name, tile, block) for name in (*parts, *(["o"] if self.corrected else []))]
+                first = self.schedule.parts[0]
+                needed = [(name, tile, block) for name in (*self.schedule.parts, "o")]
                 if not all(event in self.events for event in needed):
                     return
                 at = {event[0]: self.events[event] + latencies.wake for event in needed}
-                start = max(self.tensor_free, at[parts[0]], at.get("o", 0.0), self._corrected(tile, block))
+                start = max(self.tensor_free, at[first], at["o"], self._corrected(tile, block))
                 second = at.get("p2", 0.0)  # the rest of P
                 self.tensor_free = max(start + clocks * early / 128, second) + clocks * (1 - early / 128)
                 self.events["pv", tile, block] = self.tensor_free
@@ -278,7 +165,8 @@ class _Quarter:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Clocks of a block of keys, both tiles of queries, over VARIED latencies; and from S to P."""
+    """Clocks of a block of keys, both tiles of queries: the median over some latencies, the least and the most; and the
+    median from S to P."""
 
     period: float
     low: float
@@ -286,13 +174,7 @@ class Estimate:
     answer: float
 
 
-def estimate(
-    softmax: Sequence[Loop],
-    correction: Loop | None,
-    schedule: Schedule,
-    latencies: Sequence[Latencies] = VARIED,
-    blocks: int = 32,
-) -> Estimate:
-    runs = [_Quarter(softmax, correction, schedule, of, blocks).run() for of in latencies]
+def estimate(softmax: Sequence[Loop], correction: Loop, schedule: Schedule, latencies: Sequence[Latencies]) -> Estimate:
+    runs = [_Quarter(softmax, correction, schedule, of).run() for of in latencies]
     periods = [period for period, _ in runs]
     return Estimate(median(periods), min(periods), max(periods), median(answer for _, answer in runs))

@@ -1,12 +1,14 @@
 """What a block of keys costs on sm_100, from the machine code of a kernel: nothing is run, no time is measured."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from . import issue
-from .issue import Estimate, Schedule
+from .issue import VARIED, Estimate
 from .loops import Loop, loops
 from .pipes import PEAK_TFLOPS, Products, clocks
 from .sass import read, registers_used
+from .streams import Latencies, Schedule
 
 LEAST_EXPONENTIALS = 24  # of a softmax; the correction and the cold path have fewer
 SIMILAR = 1.08  # times the instructions of the shortest: without a mask too
@@ -181,9 +183,9 @@ def price(of: Kernel, work: Products) -> Price:
     )
 
 
-def estimate(of: Kernel, schedule: Schedule) -> Estimate | None:
+def estimate(of: Kernel, schedule: Schedule, latencies: Sequence[Latencies] = VARIED) -> Estimate | None:
     """See issue.py; None for a kernel without roles, whose warps it does not know."""
-    return None if of.whole else issue.estimate(of.softmax, of.correction, schedule)
+    return issue.estimate(of.softmax, of.correction, schedule, latencies) if of.correction else None
 
 
 def share(cycles: float, work: Products) -> float:
