@@ -269,11 +269,14 @@ def test_roles_that_do_not_fit_are_refused() -> None:
 # ---- kernels of the project
 
 
+KEY = ("table", "row", "head_dim", "band", "lse")
+
+
 def beside_the_table(lines: list[dict[str, Any]]) -> list[str]:
-    known = {(line["triton"], line["table"], line["row"], line["head_dim"], line["band"]): line for line in recorded()}
+    known = {(line["triton"], *(line[name] for name in KEY)): line for line in recorded()}
     wrong = []
     for line in lines:
-        key = (line["triton"], line["table"], line["row"], str(line["head_dim"]), line["band"])
+        key = (line["triton"], *(str(line[name]) for name in KEY))
         before = known.get(key)
         if before is None:
             if key[0] in {triton for triton, *_ in known}:
@@ -300,6 +303,27 @@ def test_the_comparison_can_fail() -> None:
     assert "not in the table" in beside_the_table([line | {"row": "7x7"}])[0]
 
 
+def test_what_the_table_shows() -> None:
+    """The claims of benchmarks/README.md and docs/notes/sm_100.md, for every Triton."""
+    for triton in {line["triton"] for line in recorded()}:
+        lines = [line for line in recorded() if line["triton"] == triton]
+        for line in lines:
+            if line["table"] == "rows":
+                wide = line["head_dim"] == "128"
+                assert line["binds"] == ("tensor" if wide else "issue"), line
+                assert (line["products"], line["tmem_columns"]) == ("32" if wide else "24", "512"), line
+                assert float(line["mufu_cycles"]) < (0.8 if wide else 1.3) * float(line["tensor_cycles"]), line
+        for head_dim, last in (("64", 8), ("128", 5)):
+            rungs = [line for line in lines if line["table"] == "ladder" and line["head_dim"] == head_dim]
+            assert [int(line["row"][0]) for line in rungs] == list(range(last + 1))
+            mufu = [float(line["mufu_cycles"]) for line in rungs]
+            assert mufu[0] == mufu[1] > 2048 > 0.8 * 2048 > mufu[2] == mufu[5]
+            period = [float(line["period"]) for line in rungs]
+            assert period[3] < period[2] and period[5] < 0.95 * period[3]  # lazy rescale; early and in order
+            if head_dim == "64":
+                assert period[6] < period[5] and min(period[6:]) < 0.95 * period[5]  # three S buffers
+
+
 def test_the_machine_code_was_read_completely(compiler: Any) -> None:
     entry = next(entry for entry in entries() if entry.table == "portable")
     ptx, code = compiler.call("sm_100_static:texts", entry.key)
@@ -313,7 +337,7 @@ def default(entry: sm_100_static.Entry) -> bool:
     """Rows that run, in turns between the Tritons, and one portable row."""
     if entry.table == "portable":
         return entry.head_dim == 128 and entry.band == "full"
-    return entry.table == "rows" and (entry.band == "full") == FLOOR
+    return entry.table == "rows" and (entry.band, entry.lse) == ("full" if FLOOR else "causal", "no")
 
 
 def test_rows(compiler: Any) -> None:

@@ -12,6 +12,7 @@ ranks builds; it promises no TFLOP/s.
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -53,10 +54,12 @@ class _Warp:
         self.at += 1
         if self.at == len(self.slots):
             self.at, self.block = 0, self.block + 1
-        slot, get = self.slots[self.at], self.registers.get
-        self.operands = max(
-            (*(get(of, 0.0) for of in slot.reads), *(get(of, 0.0) - 2 for of in slot.writes)), default=0.0
-        )
+        slot, get, latest = self.slots[self.at], self.registers.get, 0.0
+        for register in slot.reads:
+            latest = max(latest, get(register, 0.0))
+        for register in slot.writes:
+            latest = max(latest, get(register, 0.0) - 2)
+        self.operands = latest
 
 
 class _Quarter:
@@ -85,25 +88,26 @@ class _Quarter:
         """(clocks of a block, clocks from S to P), once it is steady."""
         self._multiply()
         while len(self.done) < BLOCKS:
-            times = [(self._earliest(warp), warp) for warp in self.warps]
-            possible = [(time, warp) for time, warp in times if time is not None]
-            if not possible:
+            first, chosen = math.inf, None
+            for warp in self.warps:
+                time = self._earliest(warp)
+                if time < first:
+                    first, chosen = time, warp
+            if chosen is None:
                 waits = [f"warp {warp.number} for {warp.slots[warp.at].event}" for warp in self.warps]
                 raise ValueError(f"sm_100: no warp goes on: {', '.join(waits)}")
-            time, warp = min(possible, key=lambda found: found[0])
-            self._issue(warp, max(time, self.issue_free))
-            self._multiply()
+            self._issue(chosen, max(first, self.issue_free))
         half = BLOCKS // 2
         return (self.done[-1] - self.done[half]) / (len(self.done) - 1 - half), sum(self.answers[-8:]) / 8
 
-    def _earliest(self, warp: _Warp) -> float | None:
+    def _earliest(self, warp: _Warp) -> float:
         slot = warp.slots[warp.at]
         time = max(warp.ready, warp.operands)
         if slot.pipe:
             return max(time, self.free.get(slot.pipe, 0.0))
         if slot.role == "await":
             key = ("alpha", int(slot.event[-1]), warp.block) if slot.event != "s" else ("s", warp.number, warp.block)
-            return max(time, self.events[key]) if key in self.events else None
+            return max(time, self.events.get(key, math.inf))
         return time
 
     def _issue(self, warp: _Warp, time: float) -> None:
@@ -127,6 +131,7 @@ class _Quarter:
             self.events[name, tile, warp.block] = time + latencies.arrive
             if name in ("p", "p2"):
                 self.answers.append(time - warp.started)
+            self._multiply()
         for register in slot.writes:
             warp.registers[register] = time + slot.latency
         warp.advance()
