@@ -98,7 +98,8 @@ FEW = (
     "MUFU.EX2 R1, R2", "MUFU.RCP R1, R2", "FFMA R1, R2, R3, R4", "FFMA2 R2, R4, R6, R8", "FADD2 R2, R4, R6",
     "IMAD.MOV.U32 R1, RZ, RZ, R2", "IMAD R1, R2, R3, R4", "FMNMX3 R1, R2, R3, R4, !PT",
     "F2FP.BF16.F32.PACK_AB R1, R2, R3", "LOP3.LUT R1, R2, R3, RZ, 0xc0, !PT", "LDTM.x64 R4, tmem[UR4]",
-    "LDTM R4, tmem[UR4]", "STTM.x32 tmem[UR4], R4", "LDS R1, [R2]", "STL [R1], R2", "LDL R2, [R1]",
+    "LDTM R4, tmem[UR4]", "STTM.x32 tmem[UR4], R4", "STTM.16dp32bit_t16_t31.x32 tmem[UR4], R4",
+    "LDS R1, [R2]", "STL [R1], R2", "LDL R2, [R1]",
     "BAR.SYNC.DEFER_BLOCKING 0x1, 0x80", "UTCHMMA gdesc[UR4]",
 )  # fmt: skip
 
@@ -106,8 +107,8 @@ FEW = (
 def test_clocks_of_a_few_instructions() -> None:
     program = sm_100.read(listing(*FEW))
     assert sm_100.clocks(program.instructions) == {
-        "issue": 18, "mufu": 16, "fma": 1 + 2 + 2 + 1 + 2, "alu": 6, "tmem_load": 65, "tmem_store": 32, "shared": 1,
-        "spill": 8,
+        "issue": 19, "mufu": 16, "fma": 1 + 2 + 2 + 1 + 2, "alu": 6, "tmem_load": 65, "tmem_store": 32 + 16,
+        "shared": 1, "spill": 8,
     }  # fmt: skip
 
 
@@ -115,6 +116,8 @@ def test_an_unknown_instruction_is_refused() -> None:
     program = sm_100.read(listing("NOP", "HMMA.16816.F32.BF16 R4, R8, R12, R4"))
     with pytest.raises(sm_100.UnknownInstruction, match=r"HMMA\.16816\.F32\.BF16 at 0x10"):
         sm_100.clocks(program.instructions)
+    with pytest.raises(sm_100.UnknownInstruction, match=r"LDTM\.16dp256bit"):
+        sm_100.clocks(sm_100.read(listing("LDTM.16dp256bit.x8 R4, tmem[UR4]")).instructions)
 
 
 @pytest.mark.parametrize(

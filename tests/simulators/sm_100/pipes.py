@@ -5,6 +5,7 @@ takes are published rates, or assumed where the comment says so; nobody here has
 numbers that were fitted are used by issue.py alone.
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ PACKED_CLOCKS, IMAD_CLOCKS = 2.0, 2.0
 TMEM_BYTES = 128.0
 SHARED_CLOCKS, SPILL_CLOCKS = 1.0, 4.0  # of a plain access
 
+TMEM_SHAPE = re.compile(r"(LDTM|STTM)(\.16dp32bit_t0_t15|\.16dp32bit_t16_t31)?(\.x\d+)?")  # others move other amounts
 PIPES = ("mufu", "fma", "alu", "tmem_load", "tmem_store", "shared", "spill")
 
 _ALU = """FMNMX FMNMX3 FSETP FSEL FSET SEL ISETP IADD3 IADD VIADD VIMNMX VIMNMX3 VIADDMNMX LOP3 PLOP3 SHF SHL LEA F2FP
@@ -51,8 +53,10 @@ class UnknownInstruction(ValueError):
 def price(instruction: Instruction) -> tuple[str | None, float]:
     """(pipe, clocks of it); None: none that is counted."""
     mnemonic = instruction.mnemonic
-    if mnemonic in ("LDTM", "STTM"):
-        return "tmem_load" if mnemonic == "LDTM" else "tmem_store", instruction.columns * 128 / TMEM_BYTES
+    if shape := TMEM_SHAPE.fullmatch(instruction.name):
+        lanes = 16 if shape[2] else 32
+        pipe = "tmem_load" if mnemonic == "LDTM" else "tmem_store"
+        return pipe, instruction.columns * lanes * 4 / TMEM_BYTES
     if mnemonic == "IMAD":
         return "fma", FMA_CLOCKS if "MOV" in instruction.name else IMAD_CLOCKS
     if mnemonic not in _CLOCKS:
