@@ -322,7 +322,7 @@ def test_what_the_table_shows() -> None:
             mufu = [float(line["mufu_cycles"]) for line in rungs]
             assert mufu[0] == mufu[1] > 2048 > 0.8 * 2048 > mufu[2] == mufu[5]
             period = [float(line["period"]) for line in rungs]
-            assert period[3] < period[2] and period[5] < 0.95 * period[3]  # lazy rescale; early and in order
+            assert period[3] < period[2] and period[5] < 0.97 * period[3]  # lazy rescale; early and in order
             if head_dim == "64":
                 assert period[7] < 0.95 * period[6] and min(period[7:]) < min(period[:7])  # three S buffers
 
@@ -337,10 +337,10 @@ def test_the_machine_code_was_read_completely(compiler: Any) -> None:
 
 
 def default(entry: sm_100_static.Entry) -> bool:
-    """Rows that run, in turns between the Tritons, and one portable row."""
-    if entry.table == "portable":
-        return entry.head_dim == 128 and entry.band == "full"
-    return entry.table == "rows" and (entry.band, entry.lse) == ("full" if FLOOR else "causal", "no")
+    """A row that runs, in turns between the Tritons, and a portable one."""
+    if (entry.band, entry.lse) != ("full", "no") or entry.table == "ladder":
+        return False
+    return entry.head_dim == (128 if FLOOR or entry.table == "portable" else 64)
 
 
 def test_rows(compiler: Any) -> None:
