@@ -1,0 +1,109 @@
+"""The kernel of sm_100 in the Gluon simulator and through ptxas; runs in a `gluon_sim.Worker`, where Triton compiles."""
+
+import re
+import subprocess
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from hopper import CAUSAL, DTYPES, Call
+from simulators.gluon_sim import Options, activate, run_mutants
+
+from lazymax import arch as arches
+from lazymax.backends import registry
+from lazymax.backends.sm_100.launch import BlackwellLaunch
+from lazymax.backends.sm_100.rows import BlackwellTile
+from lazymax.compiling import compile_plan
+from lazymax.dispatch import plan
+from lazymax.problem import Problem, output_strides
+from lazymax.testing import check_attention
+
+ROWS = [row for row in registry()["sm_100"].forward if isinstance(row, BlackwellTile)]
+# Each rung the other way, beside the row of its head dim.
+RUNGS: dict[str, dict[str, Any]] = {
+    "exact, P at once": {"order": 0, "max3": False, "branch": False, "early": 128, "software": 0, "s_buffers": 2},
+    "P in halves": {"early": 64, "chunk": 64, "degree": 2, "reads": 4, "order": 1, "s_buffers": 2},
+    "narrow chunks": {"chunk": 16, "software": 16, "order": 4},
+    "snake": {"counter": False, "num_stages": 3},
+}
+# Some tiles of many blocks and some of few, several for every CTA: each ring goes round more than twice.
+CALLS = (
+    Call((1, 2, 1, 390, 900), CAUSAL),
+    Call((2, 1, 1, 520, 300), CAUSAL),  # rows without keys, whole tiles too
+    Call((1, 3, 1, 390, 500), {}, "rising", "bshd"),
+    Call((1, 2, 1, 300, 700), {"window": (200, 30), "window_align": "bottom_right", "scale": -0.2}, "rising", "padded"),
+    Call((1, 2, 1, 400, 800), CAUSAL | {"window": (130, None)}, "large"),
+    Call((1, 2, 2, 257, 129), {"causal": "top_left", "scale": 0.0}),
+    Call((1, 2, 1, 260, 520), {"causal": "top_left", "rescale_threshold": 0.0}, "rising"),
+    Call((1, 2, 1, 140, 300), CAUSAL, "huge"),
+    Call((1, 2, 1, 300, 300), {"causal": "top_left"}, "hidden", "bshd"),
+    Call((1, 2, 1, 140, 200), {}, "visible"),
+    Call((1, 2, 1, 300, 600), CAUSAL, "step"),
+    Call((1, 1, 1, 270, 500), {"window": (100, None), "window_align": "bottom_right"}, "cliff"),
+    Call((1, 6, 2, 300, 90)),  # one block for every tile, fewer than the ring has slots
+)
+
+
+def simulate(row: BlackwellTile, which: int, dtype: str, options: Options) -> tuple[bool, str]:
+    """One call on few CTAs under the schedule of a seed, beside float64."""
+    (q, k, v), extras, problem = CALLS[which].inputs((row.head_dim,) * 2, DTYPES[dtype], options.seed)
+    problem = replace(problem, return_lse=options.seed // 2 % 2 == 0)
+    launch = BlackwellLaunch.of_forward(problem, row)
+    launch.ctas = (2, 3, 1)[options.seed % 3]
+    out = torch.empty_strided(q.shape, output_strides(q, row.head_dim), dtype=q.dtype).fill_(torch.nan)
+    lse = torch.full(q.shape[:3], torch.nan)
+    with activate(options):
+        launch(q, k, v, out, lse, extras)
+    budgets = check_attention(out, lse if problem.return_lse else None, q, k, v, problem, extras)
+    return all(b.ok for b in budgets), "; ".join(map(str, budgets))
+
+
+def seeds(row: BlackwellTile, dtype: str, of: list[int]) -> list[str]:
+    """What went wrong; a seed has one of the calls."""
+    wrong = []
+    for seed in of:
+        which = seed % len(CALLS)
+        try:
+            ok, why = simulate(row, which, dtype, Options(target=row.archs[0], seed=seed))
+        except Exception as error:
+            ok, why = False, f"{type(error).__name__}: {error}"
+        if not ok:
+            wrong.append(f"seed {seed} {CALLS[which]}: {why}")
+    return wrong
+
+
+def mutants(row: BlackwellTile, of: list[int]) -> tuple[int, list[str]]:
+    """(how many, what survived): every synchronisation of the kernel dropped or weakened once."""
+
+    def launch(options: Options) -> None:
+        for which in (0, 1, 2):
+            ok, why = simulate(row, which, "bf16", options)
+            assert ok, why
+
+    outcomes = run_mutants(launch, Options(target="sm_100", insert_fences=False), of)
+    return len(outcomes), [str(outcome.mutant) for outcome in outcomes if not outcome.killed]
+
+
+def assembled(row: BlackwellTile, dtype: str, rules: dict[str, Any]) -> dict[str, Any]:
+    """Compile, and what ptxas says: bytes of spills, of shared memory, columns of tensor memory."""
+    arch = arches.by_name(row.archs[0])
+    problem = Problem.from_shape((4, 32, 8, 4096, 4096, row.head_dim), dtype, return_lse=True, **rules)
+    kernel = compile_plan(problem, replace(plan(problem, arch), tile=row), arch)
+    knobs = triton.knobs.nvidia
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(kernel.asm["ptx"])
+        command = [knobs.ptxas_blackwell.path, "-v", f"--gpu-name={arch.id}a", str(source), "-o", f"{source}.o"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True)
+    text = said.stdout + said.stderr
+    spills = [int(a) + int(b) for a, b in re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text)]
+    assert spills, text
+    return {
+        "spills": sum(spills),
+        "shared": kernel.metadata.shared,
+        "columns": kernel.metadata.tmem_size,
+        "products": kernel.asm["ptx"].count("tcgen05.mma."),
+    }
