@@ -120,5 +120,5 @@ def _heads_together(p: Problem, counter: bool) -> int:
     heads = p.batch * p.q_heads
     if not counter:
         return heads
-    bytes_of_head = p.kv_len * (p.head_dim + p.v_head_dim) * 2 // p.group
-    return max(1, min(heads, L2_BUDGET // max(1, bytes_of_head)))
+    bytes_of_group = p.kv_len * (p.head_dim + p.v_head_dim) * 2
+    return min(heads, max(1, L2_BUDGET // max(1, bytes_of_group)) * p.group)

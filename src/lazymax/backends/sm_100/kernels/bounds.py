@@ -7,6 +7,7 @@ the one cut by the length, and under a causal mask by the diagonal, comes first.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ...sm_90.kernels.assembly import here
 from ...sm_90.kernels.bounds import Span
 
 ROWS = gl.constexpr(256)
@@ -15,8 +16,8 @@ KEYS = gl.constexpr(128)
 
 @gluon.jit
 def row_blocks(call):
-    """Of a head."""
-    return (call.q_len + ROWS - 1) // ROWS
+    """Of a head. Computed by every role for itself: what they share is prepared before they part, and spilled."""
+    return (here(call.q_len) + ROWS - 1) // ROWS
 
 
 @gluon.jit
@@ -41,7 +42,7 @@ def tile(t, call, config):
         block = t - index * blocks
     batch = index // call.q_heads
     none = 0 * index
-    return Span(index - batch * call.q_heads, batch, batch, batch, block * ROWS, none, none, call.q_len, call.kv_len,
+    return Span(index - batch * call.q_heads, batch, batch, batch, block * ROWS, none, none, call.q_len, here(call.kv_len),
                 call.first_offset, call.last_offset)
 
 

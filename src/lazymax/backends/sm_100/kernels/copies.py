@@ -33,7 +33,7 @@ def loads(memory, bars, call, config):
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     count = gl.to_tensor(0)
-    t = gl.program_id(0)
+    t = schedule.first()
     while t < bounds.tiles(call):
         schedule.draw(count, memory, bars, call, config)
         span = bounds.tile(t, call, config)
@@ -67,7 +67,7 @@ def _store_queries(Q: gl.constexpr, phase, span, memory, bars, call):
 @gluon.jit
 def stores(memory, bars, call, config):
     count = gl.to_tensor(0)
-    t = gl.program_id(0)
+    t = schedule.first()
     while t < bounds.tiles(call):
         span = bounds.tile(t, call, config)
         _store_queries(0, count & 1, span, memory, bars, call)

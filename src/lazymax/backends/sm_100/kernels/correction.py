@@ -1,6 +1,8 @@
 """The role of the correction, four warps: O is rescaled in tensor memory where a row of the Q tile needs it, and in the
 end divided by the sums, checked and handed to the store."""
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.blackwell import fence_async_shared, mbarrier
@@ -8,11 +10,33 @@ from triton.experimental.gluon.language.nvidia.blackwell import fence_async_shar
 from ....kernels.softmax import FUSED_LIMIT, NEVER
 from ...sm_90.kernels import guarded
 from ...sm_90.kernels.bounds import has_keys
+from ...sm_90.kernels.copies import barrier
 from ...sm_90.kernels.softmax import finish, lse_row
 from . import assembly, bounds, layouts, rings, schedule
 from .softmax import total
 
 COLS = gl.constexpr(32)  # of O at a time, so that few registers are live
+
+
+class Cold(NamedTuple):
+    """What the cold path reads of the call. The descriptors would take some 60 registers more."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    lse: Any
+    lse_rows: Any
+    heads_together: Any
+    scale_log2: Any
+    threshold: Any
+    q_len: Any
+    kv_len: Any
+    first_offset: Any
+    last_offset: Any
+    heads: Any
+    q_heads: Any
+    group: Any
 
 
 @gluon.jit
@@ -77,18 +101,21 @@ def _close(t, Q: gl.constexpr, handed, products, count, memory, bars, call, conf
     o = memory.o.index(Q)
     out = memory.out.index(Q).reshape([128, config.D])
     factor = layouts.spread(inverse, COLS)
-    sums = gl.full([128, COLS], 0.0, gl.float32, layouts.tile(COLS))
+    sums = gl.full([128], 0.0, gl.float32, layouts.rows())
     for i in gl.static_range(config.D // COLS):
         part = o.slice(i * COLS, COLS).load(layouts.tile(COLS))
-        sums = assembly.add2(sums, part)
+        sums += layouts.to_rows(total((part,)), 128)
         out.slice(i * COLS, COLS, dim=1).store(assembly.mul2(part, factor).to(call.out.ptr.dtype.element_ty))
+        barrier()  # or the ptxas of Triton 3.9 loads all of O before it stores any: 500 bytes of spills
     rows = span.first_row + Q * 128 + gl.arange(0, 128, layouts.rows())
-    suspect = _suspect(m, l, layouts.to_rows(total((sums,)), 128), rows, span, config)
+    suspect = _suspect(m, l, sums, rows, span, config)
     memory.flags.index(Q).store(gl.full([1], 0, gl.int32, layouts.one(gl.num_warps())) + suspect)
     fence_async_shared()
     mbarrier.arrive(bars.out_full.index(Q), count=1)
     if suspect > 0:
-        _rewrite(t, call, config, Q)
+        _rewrite(t, Cold(call.q, call.k, call.v, call.out, call.lse, call.lse_rows, call.heads_together, call.scale_log2,
+                         call.threshold, call.q_len, call.kv_len, call.first_offset, call.last_offset, call.heads,
+                         call.q_heads, call.group), config, Q)
     else:
         if config.STORE_LSE:
             gl.store(lse_row(call, span) + rows, lse, mask=rows < span.q_len)
@@ -102,7 +129,7 @@ def correction(memory, bars, call, config):
     buffer1 = gl.to_tensor(1)
     unused = gl.to_tensor(0)
     count = gl.to_tensor(0)
-    t = gl.program_id(0)
+    t = schedule.first()
     while t < bounds.tiles(call):
         first, stop = bounds.key_blocks(bounds.tile(t, call, config), config)
         for visit in range(stop - first):

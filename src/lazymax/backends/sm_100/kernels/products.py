@@ -119,7 +119,7 @@ def products(memory, bars, call, config):
     p_buffer = gl.to_tensor(0)  # of the next P V
     p_phase = gl.to_tensor(0)
     count = gl.to_tensor(0)
-    t = gl.program_id(0)
+    t = schedule.first()
     while t < bounds.tiles(call):
         first, stop = bounds.key_blocks(bounds.tile(t, call, config), config)
         mbarrier.wait(bars.q_full.index(0), count & 1)

@@ -9,9 +9,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.blackwell import mbarrier
 
+from ...sm_90.kernels.assembly import here
 from . import bounds, layouts
 
 ROLES = gl.constexpr(6)  # that read a slot
+
+
+@gluon.jit
+def first():
+    """The first tile of this CTA."""
+    return here(gl.program_id(0))
 
 
 @gluon.jit
@@ -36,7 +43,7 @@ def following(count, memory, bars, call, config):
         mbarrier.arrive(bars.next_empty.index(slot), count=1)
         return drawn
     else:
-        ctas = gl.num_programs(0)
-        own = gl.program_id(0)
+        ctas = here(gl.num_programs(0))
+        own = here(gl.program_id(0))
         full = (count + 2) * ctas <= bounds.tiles(call)  # the last round, if it has gaps, stays as it is
         return (count + 1) * ctas + gl.where(((count & 1) == 0) & full, ctas - 1 - own, own)

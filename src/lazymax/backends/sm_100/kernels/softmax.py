@@ -140,7 +140,7 @@ def softmax(memory, bars, call, config, Q: gl.constexpr):
     phase = gl.to_tensor(0)
     handed = gl.to_tensor(0)  # to the correction so far
     count = gl.to_tensor(0)
-    t = gl.program_id(0)
+    t = schedule.first()
     while t < bounds.tiles(call):
         span = bounds.tile(t, call, config)
         start, stop = bounds.key_blocks(span, config)
