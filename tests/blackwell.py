@@ -1,4 +1,4 @@
-"""The kernel of sm_100 in the Gluon simulator and through ptxas; runs in a `gluon_sim.Worker`, where Triton compiles."""
+"""The kernel of sm_100 in the Gluon simulator and through ptxas; runs in a `gluon_sim.Worker`, where Triton builds."""
 
 import re
 import subprocess
@@ -110,16 +110,16 @@ def assembled(row: BlackwellTile, dtype: str, rules: dict[str, Any]) -> dict[str
     assert spills, text
     return {
         "spills": sum(spills),
-        "in_loops": spills_in_loops(kernel.asm["cubin"]),
+        **spills_in_loops(kernel.asm["cubin"]),
         "shared": kernel.metadata.shared,
         "columns": kernel.metadata.tmem_size,
         "products": kernel.asm["ptx"].count("tcgen05.mma."),
     }
 
 
-def spills_in_loops(cubin: bytes) -> int:
+def spills_in_loops(cubin: bytes) -> dict[str, int]:
     """Loads and stores of spilled registers in the loops over key blocks: the innermost ones with products or accesses
-    of tensor memory."""
+    of tensor memory, of the softmax those with exponentials."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
@@ -134,5 +134,10 @@ def spills_in_loops(cubin: bytes) -> int:
     inner = [(a, b) for a, b in loops if not any((c, d) != (a, b) and a <= c and d <= b for c, d in loops)]
     bodies = ["\n".join(lines[a : b + 1]) for a, b in inner]
     hot = [body for body in bodies if re.search(r"\b(LDTM|UTC\w*MMA)\b", body)]
-    assert len(hot) >= 4, f"{len(hot)} loops over key blocks"  # of the products, the correction, two of the softmax
-    return sum(len(re.findall(r"\b(?:STL|LDL)\b", body)) for body in hot)
+    softmax = [body for body in hot if "MUFU.EX2" in body]
+    assert len(softmax) >= 4 and len(hot) > len(softmax), f"{len(softmax)} of {len(hot)} loops are of the softmax"
+
+    def spills(bodies: list[str]) -> int:
+        return sum(len(re.findall(r"\b(?:STL|LDL)\b", body)) for body in bodies)
+
+    return {"in_softmax": spills(softmax), "in_loops": spills(hot)}

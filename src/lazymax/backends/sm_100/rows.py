@@ -46,7 +46,7 @@ class BlackwellTile(Tile):
         return "-".join(("tmem", *said, *(word for word, on in words.items() if on)))
 
     def describe(self, rescale: str) -> str:
-        share = f"{self.software} of 16 exponentials on the FMA pipe" if self.software else "all exponentials on the MUFU"
+        share = f"{self.software} of 16 exponentials on the FMA pipe" if self.software else "exponentials on the MUFU"
         return (
             f"{self.block_m} queries x {self.block_n} keys, a role for every group of warps, {self.s_buffers} buffers "
             f"of scores, {self.num_stages} slots of K and V, {share}, rescale only where a row needs it"

@@ -14,8 +14,8 @@ FASTER_EXP2 = "as on sm_100, but sm_103 has twice the MUFU: no exponential on th
 OWN = (
     BlackwellTile(
         head_dim=128, archs=("sm_100",), num_stages=3, software=4, early=96, when=ENOUGH,
-        reason="a quarter of the exponentials by polynomial takes the MUFU below the tensor cores; three slots are what "
-        "fits; not called tuned: no GPU has run it", provenance=SIMULATED,
+        reason="a quarter of the exponentials by polynomial takes the MUFU below the tensor cores; three slots are "
+        "what fits; not called tuned: no GPU has run it", provenance=SIMULATED,
     ),
     BlackwellTile(
         head_dim=64, archs=("sm_100",), num_stages=6, s_buffers=3, software=6, when=ENOUGH,
@@ -32,8 +32,8 @@ OWN = (
     ),
 )  # fmt: skip
 
-# The portable kernel: S and O lie in tensor memory, so the registers hold one block of P and what passes through them on the way. The
-# branch form of the rescale saves the round trip of O through registers; below Triton 3.9 it degrades to select.
+# The portable kernel: S and O lie in tensor memory, so the registers hold one block of P and what passes through them.
+# The branch form of the rescale saves the round trip of O through registers; below Triton 3.9 it degrades to select.
 BACKEND = Backend(
     archs=("sm_100", "sm_103"),
     level="simulated and compiled, not run on hardware",

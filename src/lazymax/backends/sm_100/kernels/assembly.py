@@ -1,4 +1,4 @@
-"""What Gluon has no word for, as PTX: arithmetic on pairs, maxima of three, exp2 on the FMA pipe, an order of chunks."""
+"""What Gluon has no word for, as PTX: arithmetic on pairs, maxima of three, exp2 on the FMA pipe, an order."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

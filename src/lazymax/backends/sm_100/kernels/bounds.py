@@ -42,8 +42,8 @@ def tile(t, call, config):
         block = t - index * blocks
     batch = index // call.q_heads
     none = 0 * index
-    return Span(index - batch * call.q_heads, batch, batch, batch, block * ROWS, none, none, call.q_len, here(call.kv_len),
-                call.first_offset, call.last_offset)
+    return Span(index - batch * call.q_heads, batch, batch, batch, block * ROWS, none, none, call.q_len,
+                here(call.kv_len), call.first_offset, call.last_offset)
 
 
 @gluon.jit
@@ -61,7 +61,7 @@ def key_blocks(span, config):
 
 @gluon.jit
 def whole(row, first, stop, span, config):
-    """Of the visits to blocks stop - 1 down to first: [begin, end), in which all 128 rows from `row` on see all keys."""
+    """Of the visits to blocks stop - 1 down to first: [begin, end), where all 128 rows from `row` on see all keys."""
     inner_stop = span.kv_len
     if config.HAS_LAST:
         inner_stop = gl.minimum(inner_stop, gl.maximum(row + span.last_offset + 1, 0))

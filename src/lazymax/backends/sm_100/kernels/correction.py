@@ -113,9 +113,10 @@ def _close(t, Q: gl.constexpr, handed, products, count, memory, bars, call, conf
     fence_async_shared()
     mbarrier.arrive(bars.out_full.index(Q), count=1)
     if suspect > 0:
-        _rewrite(t, Cold(call.q, call.k, call.v, call.out, call.lse, call.lse_rows, call.heads_together, call.scale_log2,
-                         call.threshold, call.q_len, call.kv_len, call.first_offset, call.last_offset, call.heads,
-                         call.q_heads, call.group), config, Q)
+        cold = Cold(call.q, call.k, call.v, call.out, call.lse, call.lse_rows, call.heads_together, call.scale_log2,
+                    call.threshold, call.q_len, call.kv_len, call.first_offset, call.last_offset, call.heads,
+                    call.q_heads, call.group)
+        _rewrite(t, cold, config, Q)
     else:
         if config.STORE_LSE:
             gl.store(lse_row(call, span) + rows, lse, mask=rows < span.q_len)

@@ -161,7 +161,7 @@ def softmax(memory, bars, call, config, Q: gl.constexpr):
             m, l = _visit(m, l, first + back, last + back, Q, buffer, phase, handed, memory, bars, call, config, True)
             buffer, phase = rings.next_scores(buffer, phase, config)
             handed += 1
-        for visit in range(end - begin):
+        for _ in range(end - begin):
             m, l = _visit(m, l, first, last, Q, buffer, phase, handed, memory, bars, call, config, False)
             buffer, phase = rings.next_scores(buffer, phase, config)
             handed += 1
