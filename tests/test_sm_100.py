@@ -7,6 +7,7 @@ from typing import Any
 
 import blackwell
 import pytest
+import torch
 from blackwell import CALLS, LONG, ROWS, RUNGS
 from simulators.gluon_sim import Worker
 from turns import FLOOR
@@ -14,6 +15,7 @@ from turns import FLOOR
 from lazymax import arch as arches
 from lazymax.dispatch import plan
 from lazymax.problem import Problem
+from lazymax.testing import check_attention
 
 NAMES = [f"{row.archs[0]}-{row.name}" for row in ROWS]
 BANDS: tuple[dict[str, Any], ...] = ({}, {"causal": "top_left"}, {"causal": "top_left", "window": (512, None)})
@@ -23,6 +25,27 @@ BANDS: tuple[dict[str, Any], ...] = ({}, {"causal": "top_left"}, {"causal": "top
 def sim() -> Iterator[Worker]:
     with Worker() as worker:
         yield worker
+
+
+@pytest.mark.parametrize("which", range(len(CALLS) + len(LONG)))
+@pytest.mark.parametrize("index", range(len(ROWS)), ids=NAMES)
+def test_rows_on_the_gpu(index: int, which: int, device: str) -> None:
+    """For who has one."""
+    arch, row, call = arches.of(torch.device(device)), ROWS[index], (*CALLS, *LONG)[which]
+    if device != "cuda" or arch.id not in row.archs:
+        pytest.skip(f"needs {' or '.join(row.archs)}: this is {arch.id}")
+    for dtype in (torch.bfloat16, torch.float16):
+        (q, k, v), extras, problem = call.inputs((row.head_dim,) * 2, dtype, which, device)
+        assert row.inability(problem, arch) is None, row.inability(problem, arch)
+        out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:3], torch.nan, device=device)
+        launch = row.prepare(problem, replace(plan(problem, arch), tile=row))
+        for _ in range(2):  # the second call launches the binary directly
+            launch(q, k, v, out, lse, extras)
+        first = out.clone()
+        launch(q, k, v, out, lse, extras)
+        assert torch.equal(first.view(torch.int16), out.view(torch.int16)), "not the same bits again"
+        budgets = check_attention(out, lse, q, k, v, problem, extras)
+        assert all(b.ok for b in budgets), f"{call} {dtype}: {'; '.join(map(str, budgets))}"
 
 
 @pytest.mark.parametrize("index", range(len(ROWS)), ids=NAMES)

@@ -29,7 +29,7 @@ class BlackwellLaunch:
     tile: BlackwellTile
     config: Config
     options: dict[str, Any]
-    heads_together: int
+    heads_together: int  # see `bounds.tile`
     ctas: int | None = None  # at most, side by side; None: one for each multiprocessor
     side_by_side: int | None = None  # CTAs of a call
     strides: tuple[tuple[int, ...], ...] | None = None  # of the views of q, k, v, out
@@ -51,7 +51,7 @@ class BlackwellLaunch:
             STORE_LSE=p.return_lse,
             SLOTS=tile.num_stages,
             S_BUFFERS=tile.s_buffers,
-            COUNTER=tile.counter and p.last_offset is not None,
+            COUNTER=tile.counter and (p.first_offset, p.last_offset) != (None, None),
             SOFTWARE=tile.software,
             DEGREE=LSE_DEGREE if p.return_lse else tile.degree,
             EARLY=tile.early,
