@@ -118,8 +118,8 @@ def assembled(row: BlackwellTile, dtype: str, rules: dict[str, Any]) -> dict[str
 
 
 def spills_in_loops(cubin: bytes) -> dict[str, int]:
-    """Loads and stores of spilled registers in the loops over key blocks: the innermost ones with products or accesses
-    of tensor memory, of the softmax those with exponentials."""
+    """Loads and stores of spilled registers in a loop over key blocks, at most: the innermost ones with products or
+    accesses of tensor memory, of the softmax those with exponentials."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
@@ -138,6 +138,6 @@ def spills_in_loops(cubin: bytes) -> dict[str, int]:
     assert len(softmax) >= 4 and len(hot) > len(softmax), f"{len(softmax)} of {len(hot)} loops are of the softmax"
 
     def spills(bodies: list[str]) -> int:
-        return sum(len(re.findall(r"\b(?:STL|LDL)\b", body)) for body in bodies)
+        return max(len(re.findall(r"\b(?:STL|LDL)\b", body)) for body in bodies)
 
     return {"in_softmax": spills(softmax), "in_loops": spills(hot)}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from blackwell import CALLS, LONG, ROWS, RUNGS
 from simulators.gluon_sim import Worker
-from turns import FLOOR
+from turns import FLOOR, mine
 
 from lazymax import arch as arches
 from lazymax.dispatch import plan
@@ -52,7 +52,7 @@ def test_rows_on_the_gpu(index: int, which: int, device: str) -> None:
 def test_rows_in_the_simulator(index: int, sim: Worker) -> None:
     """Every call on the oldest Triton, a third of them on the others; fewer where only the share of exp2 differs."""
     row = ROWS[index]
-    of = list(range(index % 4, len(CALLS), (1 if FLOOR else 3) if row.software else 5))
+    of = list(range(index % 4, len(CALLS), (1 if FLOOR else 3) if row.software else 6))
     wrong = sim.call("blackwell:seeds", row, "bf16", of[::2]) + sim.call("blackwell:seeds", row, "fp16", of[1::2])
     assert not wrong, "\n".join(wrong)
 
@@ -64,10 +64,10 @@ def with_rung(name: str, head_dim: int) -> blackwell.BlackwellTile:
 
 @pytest.mark.parametrize("name", RUNGS)
 def test_rungs_in_the_simulator(name: str, sim: Worker) -> None:
-    """Every rung of the ladder the other way."""
+    """Every rung of the ladder the other way, at a head dim on each Triton."""
     turn = list(RUNGS).index(name)
-    wrong = sim.call("blackwell:seeds", with_rung(name, (128, 64)[turn % 2]), "bf16", [turn])
-    wrong += sim.call("blackwell:seeds", with_rung(name, (64, 128)[turn % 2]), "fp16", [turn]) if FLOOR else []
+    head_dim = 128 if mine(turn) else 64
+    wrong = sim.call("blackwell:seeds", with_rung(name, head_dim), "bf16", [turn])
     assert not wrong, "\n".join(wrong)
 
 
@@ -75,13 +75,15 @@ def check_build(row: blackwell.BlackwellTile, dtype: str, rules: dict[str, Any],
     report = sim.call("blackwell:assembled", row, dtype, rules)
     assert report["products"] > 0 and report["columns"] == 512, f"{rules}: {report}"
     assert report["shared"] <= arches.by_name(row.archs[0]).shared_memory, f"{rules}: {report}"
-    assert report["in_softmax"] == 0 and report["in_loops"] <= 4, f"{rules}: {report}"
+    assert report["in_softmax"] <= (2 if "window" in rules else 0), f"{rules}: {report}"
+    assert report["in_loops"] <= 5, f"{rules}: {report}"
     assert report["spills"] <= (0 if row.tuned else 250), f"{rules}: {report}"
 
 
 @pytest.mark.parametrize("index", range(len(ROWS)), ids=NAMES)
 def test_ptxas_has_little_to_say(index: int, sim: Worker) -> None:
-    """The softmax spills nothing in its loops; what is per tile may spill a little. A row has a band on each Triton."""
+    """The softmax spills nothing in its loops, but for a number or two with windows; what is per tile may spill a
+    little. A row has a band on each Triton."""
     for i, rules in enumerate(BANDS):
         if ROWS[index].software and i % 2 == int(FLOOR):
             check_build(ROWS[index], "bf16", rules, sim)

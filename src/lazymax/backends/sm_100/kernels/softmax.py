@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.blackwell import mbarrier
 
 from ....kernels.softmax import NEVER
+from ...sm_90.kernels.assembly import here
 from . import assembly, bounds, layouts, rings, schedule
 
 
@@ -28,8 +29,16 @@ def _read(s, config):
 
 
 @gluon.jit
-def _hide(tiles, first, end, config):
-    """-inf outside the columns [first, end) of each row."""
+def _hide(tiles, row, key, call, config):
+    """-inf outside the band and the length. row, key: query and key of the first score. What a row sees is computed at
+    this place, or it takes registers in the loop that needs no mask."""
+    rows = here(gl.arange(0, 128, layouts.rows()))
+    end = here(call.kv_len) - key + 0 * rows
+    if config.HAS_LAST:
+        end = gl.minimum(end, row + here(call.last_offset) + 1 - key + rows)
+    first = end
+    if config.HAS_FIRST:
+        first = row + here(call.first_offset) - key + rows
     result = ()
     for i in gl.static_range(4):
         column = i * 32 + gl.arange(0, 32, gl.SliceLayout(0, layouts.tile(32)))
@@ -111,13 +120,14 @@ def _probabilities(tiles, m, p, early, Q: gl.constexpr, buffer, bars, call, conf
 
 
 @gluon.jit
-def _visit(m, l, first, end, Q: gl.constexpr, buffer, phase, count, memory, bars, call, config, MASK: gl.constexpr):
-    """One block: pivots and sums. first, end: of the columns that each row sees."""
+def _visit(m, l, row, key, Q: gl.constexpr, buffer, phase, count, memory, bars, call, config,
+           MASK: gl.constexpr):
+    """One block: pivots and sums. row, key: query and key of its first score."""
     mbarrier.wait(rings.of_scores(bars.s_full, Q, buffer, config), phase)
     s = rings.of_scores(memory.s, Q, buffer, config)
     tiles = _read(s, config)
     if MASK:
-        tiles = _hide(tiles, first, end, config)
+        tiles = _hide(tiles, row, key, call, config)
     top = gl.maximum(m, layouts.to_rows(_maximum(tiles, config), 128) * call.scale_log2)
     m_new = gl.where(top - m > call.threshold, top, m)
     alpha = assembly.exp2(m - m_new)
@@ -146,32 +156,25 @@ def softmax(memory, bars, call, config, Q: gl.constexpr):
         start, stop = bounds.key_blocks(span, config)
         row = span.first_row + Q * 128
         begin, end = bounds.whole(row, start, stop, span, config)
-        rows = row + gl.arange(0, 128, L)
         key = (stop - 1) * bounds.KEYS
-        last = span.kv_len - key + 0 * rows  # behind the last key that a row sees, counted from the first visit's
-        first = 0 * rows
-        if config.HAS_LAST:
-            last = gl.minimum(last, rows + (span.last_offset + 1 - key))
-        if config.HAS_FIRST:
-            first = rows + (span.first_offset - key)
         m = gl.full([128], NEVER, gl.float32, L)
         l = gl.full([128], 0.0, gl.float32, L)
-        for visit in range(begin):
-            back = visit * bounds.KEYS
-            m, l = _visit(m, l, first + back, last + back, Q, buffer, phase, handed, memory, bars, call, config, True)
+        for _ in range(begin):
+            m, l = _visit(m, l, row, key, Q, buffer, phase, handed, memory, bars, call, config, True)
             buffer, phase = rings.next_scores(buffer, phase, config)
             handed += 1
+            key -= bounds.KEYS
         for _ in range(end - begin):
-            m, l = _visit(m, l, first, last, Q, buffer, phase, handed, memory, bars, call, config, False)
+            m, l = _visit(m, l, row, key, Q, buffer, phase, handed, memory, bars, call, config, False)
             buffer, phase = rings.next_scores(buffer, phase, config)
             handed += 1
         if config.HAS_FIRST:
-            for visit in range(end, stop - start):
-                back = visit * bounds.KEYS
-                m, l = _visit(m, l, first + back, last + back, Q, buffer, phase, handed, memory, bars, call, config,
-                              True)
+            key -= (end - begin) * bounds.KEYS
+            for _ in range(stop - start - end):
+                m, l = _visit(m, l, row, key, Q, buffer, phase, handed, memory, bars, call, config, True)
                 buffer, phase = rings.next_scores(buffer, phase, config)
                 handed += 1
+                key -= bounds.KEYS
         memory.stats.index(2 * Q).store(l)
         memory.stats.index(2 * Q + 1).store(m)
         mbarrier.arrive(bars.stats_full.index(Q), count=1)
