@@ -77,7 +77,7 @@ def check_build(row: blackwell.BlackwellTile, dtype: str, rules: dict[str, Any],
     assert report["shared"] <= arches.by_name(row.archs[0]).shared_memory, f"{rules}: {report}"
     assert report["in_softmax"] <= (2 if "window" in rules else 0), f"{rules}: {report}"
     assert report["in_loops"] <= 5, f"{rules}: {report}"
-    assert report["spills"] <= (0 if row.tuned else 250), f"{rules}: {report}"
+    assert report["spills"] <= (0 if row.tuned else 300), f"{rules}: {report}"
 
 
 @pytest.mark.parametrize("index", range(len(ROWS)), ids=NAMES)
