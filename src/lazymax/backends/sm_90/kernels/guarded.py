@@ -135,6 +135,7 @@ def rewrite(i, call, config, W: gl.constexpr):
     to 128 bytes.
     """
     span = bounds.tile(i, call, config)
+    row = bounds.own_row(span, config, W)
     first, stop = bounds.key_blocks(span, config)
     keys = first * config.BLOCK_N, gl.minimum(stop * config.BLOCK_N, span.kv_len)
-    rewrite_rows(span, bounds.own_row(span, config, W), keys, call, config)
+    rewrite_rows(span, row, keys, call, config)
