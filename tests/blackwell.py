@@ -73,7 +73,7 @@ def seeds(row: BlackwellTile, dtype: str, of: list[int], calls: tuple[Call, ...]
     for seed in of:
         call = calls[seed % len(calls)]
         try:
-            ok, why = simulate(row, call, dtype, Options(target=row.archs[0], seed=seed))
+            ok, why = simulate(row, call, dtype, Options(target=row.when.archs[0], seed=seed))
         except Exception as error:
             ok, why = False, f"{type(error).__name__}: {error}"
         if not ok:
@@ -95,7 +95,7 @@ def mutants(row: BlackwellTile, of: list[int]) -> tuple[int, list[str]]:
 
 def assembled(row: BlackwellTile, dtype: str, rules: dict[str, Any]) -> dict[str, Any]:
     """Compile, and what ptxas says: bytes of spills, of shared memory, columns of tensor memory."""
-    arch = arches.by_name(row.archs[0])
+    arch = arches.by_name(row.when.archs[0])
     problem = Problem.from_shape((4, 32, 8, 4096, 4096, row.head_dim), dtype, return_lse=True, **rules)
     kernel = compile_plan(problem, replace(plan(problem, arch), tile=row), arch)
     knobs = triton.knobs.nvidia

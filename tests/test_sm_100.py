@@ -17,7 +17,7 @@ from lazymax.dispatch import plan
 from lazymax.problem import Problem
 from lazymax.testing import check_attention
 
-NAMES = [f"{row.archs[0]}-{row.name}" for row in ROWS]
+NAMES = [f"{row.when.archs[0]}-{row.name}" for row in ROWS]
 BANDS: tuple[dict[str, Any], ...] = ({}, {"causal": "top_left"}, {"causal": "top_left", "window": (512, None)})
 
 
@@ -32,8 +32,8 @@ def sim() -> Iterator[Worker]:
 def test_rows_on_the_gpu(index: int, which: int, device: str) -> None:
     """For who has one."""
     arch, row, call = arches.of(torch.device(device)), ROWS[index], (*CALLS, *LONG)[which]
-    if device != "cuda" or arch.id not in row.archs:
-        pytest.skip(f"needs {' or '.join(row.archs)}: this is {arch.id}")
+    if device != "cuda" or arch.id not in row.when.archs:
+        pytest.skip(f"needs {' or '.join(row.when.archs)}: this is {arch.id}")
     for dtype in (torch.bfloat16, torch.float16):
         (q, k, v), extras, problem = call.inputs((row.head_dim,) * 2, dtype, which, device)
         assert row.inability(problem, arch) is None, row.inability(problem, arch)
@@ -74,7 +74,7 @@ def test_rungs_in_the_simulator(name: str, sim: Worker) -> None:
 def check_build(row: blackwell.BlackwellTile, dtype: str, rules: dict[str, Any], sim: Worker) -> None:
     report = sim.call("blackwell:assembled", row, dtype, rules)
     assert report["products"] > 0 and report["columns"] == 512, f"{rules}: {report}"
-    assert report["shared"] <= arches.by_name(row.archs[0]).shared_memory, f"{rules}: {report}"
+    assert report["shared"] <= arches.by_name(row.when.archs[0]).shared_memory, f"{rules}: {report}"
     assert report["in_softmax"] <= (2 if "window" in rules else 0), f"{rules}: {report}"
     assert report["in_loops"] <= 5, f"{rules}: {report}"
     assert report["spills"] <= (0 if row.tuned else 300), f"{rules}: {report}"

@@ -25,7 +25,6 @@ class BlackwellTile(Tile):
     max_registers: int | None = 184  # of a thread of the softmax
     descriptors: bool = True
     head_dim: int  # 64 or 128, of v too
-    archs: tuple[str, ...]  # whose exp2 the share is for
     s_buffers: int = 2
     software: int  # columns of every 16 whose exp2 is on the FMA pipe
     degree: int = 3
@@ -58,8 +57,8 @@ class BlackwellTile(Tile):
     def inability(self, problem: Problem, arch: Arch) -> str | None:
         """Why the kernel cannot take it, however fast it would be, or None."""
         p = problem
-        if arch.id not in self.archs:
-            return f"for {' and '.join(self.archs)}, this is {arch.id}"
+        if arch.matrix_unit != "tcgen05" or not arch.descriptors:
+            return f"needs tensor memory and tensor descriptors, {arch.id} has not both"
         if p.mask or p.mask_mod or p.score_mod or p.alibi or p.dropout_p:
             return "takes no mask, mod, ALiBi or dropout"
         if p.softcap or p.sinks:

@@ -8,26 +8,27 @@ SEARCHED = "compiled only, not run; searched 2026-11-29 with Triton 3.6.0 and 3.
 COMPILED = "compiled only, not run; 2026-11-29, Triton 3.6.0 and 3.9.0"
 
 SIMULATED = "simulated and compiled, not run; 2026-11-30, Triton 3.6.0 and 3.9.0"
-ENOUGH = When(min_programs=0.5)  # with fewer, the portable rows have tiles for twice as many multiprocessors
+# With fewer programs the portable rows have tiles for twice as many multiprocessors.
+B200, B300 = (When(archs=(arch,), min_programs=0.5) for arch in ("sm_100", "sm_103"))
 FASTER_EXP2 = "as on sm_100, but sm_103 has twice the MUFU: no exponential on the FMA pipe"
 
 OWN = (
     BlackwellTile(
-        head_dim=128, archs=("sm_100",), num_stages=3, software=4, early=96, when=ENOUGH,
+        head_dim=128, num_stages=3, software=4, early=96, when=B200,
         reason="a quarter of the exponentials by polynomial takes the MUFU below the tensor cores; three slots are "
         "what fits; not called tuned: no GPU has run it", provenance=SIMULATED,
     ),
     BlackwellTile(
-        head_dim=64, archs=("sm_100",), num_stages=6, s_buffers=3, software=6, when=ENOUGH,
+        head_dim=64, num_stages=6, s_buffers=3, software=6, when=B200,
         reason="a third S buffer fills the tensor memory: 10 to 14% by the model; with it P is published at once; not "
         "called tuned: no GPU has run it", provenance=SIMULATED,
     ),
     BlackwellTile(
-        head_dim=128, archs=("sm_103",), num_stages=3, software=0, early=96, when=ENOUGH,
+        head_dim=128, num_stages=3, software=0, early=96, when=B300,
         reason=FASTER_EXP2, provenance=SIMULATED,
     ),
     BlackwellTile(
-        head_dim=64, archs=("sm_103",), num_stages=6, s_buffers=3, software=0, when=ENOUGH,
+        head_dim=64, num_stages=6, s_buffers=3, software=0, when=B300,
         reason=FASTER_EXP2, provenance=SIMULATED,
     ),
 )  # fmt: skip
