@@ -49,7 +49,8 @@ def rows(name: str, archs: tuple[str, ...], everything: bool, turn: int | None =
                 continue
             report = compiling.report(problem, chosen, arch)
             lines.append(report.as_dict() | {"half": problem.dtype != "float32"})
-        missed = [tile.name for tile in backend.forward if tile not in {key[0] for key in found} | executed]
+        own = [tile for tile in backend.forward if tile.when.archs is None or arch.id in tile.when.archs]
+        missed = [tile.name for tile in own if tile not in {key[0] for key in found} | executed]
         lines.append({"arch": arch.id, "missed": missed})
     return lines
 

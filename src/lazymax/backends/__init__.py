@@ -38,10 +38,13 @@ class When:
     plain: bool | None = None  # see `Problem.plain`: nothing but a band and a length
     min_programs: float | None = None  # programs of this row's size per multiprocessor
     min_keys: int | None = None  # that a query can see, see `Problem.reach`
+    archs: tuple[str, ...] | None = None  # some of the table's
 
     def refusal(self, problem: Problem, arch: Arch, block_m: int, programs: int | None = None) -> str | None:
         """Why the problem does not meet the condition, or None. programs: of a row that divides problems its own way;
         None: one for each query tile of every head."""
+        if self.archs is not None and arch.id not in self.archs:
+            return f"for {' and '.join(self.archs)}, this is {arch.id}"
         head_dim = max(problem.head_dim, problem.v_head_dim)
         limit = self.max_head_dim or USUAL_HEAD_DIM
         if head_dim > limit:

@@ -1,16 +1,45 @@
-"""Rows for B200, GB200 (sm_100) and B300, GB300 (sm_103): tcgen05, TMA, 227 KB of shared memory."""
+"""Rows for B200, GB200 (sm_100) and B300, GB300 (sm_103): tcgen05, TMA, 227 KB of shared memory. docs/notes/sm_100.md
+has the rungs and what each does."""
 
 from .. import HALF, Backend, Tile, When
+from .rows import BlackwellTile
 
 SEARCHED = "compiled only, not run; searched 2026-11-29 with Triton 3.6.0 and 3.9.0: 0 spills"
 COMPILED = "compiled only, not run; 2026-11-29, Triton 3.6.0 and 3.9.0"
 
-# S and O lie in tensor memory, so the registers hold one block of P and what passes through them on the way. The
-# branch form of the rescale saves the round trip of O through registers; below Triton 3.9 it degrades to select.
+SIMULATED = "simulated and compiled, not run; 2026-11-30, Triton 3.6.0 and 3.9.0"
+# With fewer programs the portable rows have tiles for twice as many multiprocessors.
+B200, B300 = (When(archs=(arch,), min_programs=0.5) for arch in ("sm_100", "sm_103"))
+FASTER_EXP2 = "as on sm_100, but sm_103 has twice the MUFU: no exponential on the FMA pipe"
+
+OWN = (
+    BlackwellTile(
+        head_dim=128, num_stages=3, software=4, early=96, when=B200,
+        reason="a quarter of the exponentials by polynomial takes the MUFU below the tensor cores; three slots are "
+        "what fits; not called tuned: no GPU has run it", provenance=SIMULATED,
+    ),
+    BlackwellTile(
+        head_dim=64, num_stages=6, s_buffers=3, software=6, when=B200,
+        reason="a third S buffer fills the tensor memory: 10 to 14% by the model; with it P is published at once; not "
+        "called tuned: no GPU has run it", provenance=SIMULATED,
+    ),
+    BlackwellTile(
+        head_dim=128, num_stages=3, software=0, early=96, when=B300,
+        reason=FASTER_EXP2, provenance=SIMULATED,
+    ),
+    BlackwellTile(
+        head_dim=64, num_stages=6, s_buffers=3, software=0, when=B300,
+        reason=FASTER_EXP2, provenance=SIMULATED,
+    ),
+)  # fmt: skip
+
+# The portable kernel: S and O lie in tensor memory, so the registers hold one block of P and what passes through them.
+# The branch form of the rescale saves the round trip of O through registers; below Triton 3.9 it degrades to select.
 BACKEND = Backend(
     archs=("sm_100", "sm_103"),
-    level="compiled only, not run",
+    level="simulated and compiled, not run on hardware",
     forward=(
+        *OWN,
         Tile(
             block_m=128, block_n=128, num_warps=8, num_stages=3, descriptors=True, rescale="branch", tuned=True,
             when=When(max_head_dim=64, dtypes=HALF, plain=True),

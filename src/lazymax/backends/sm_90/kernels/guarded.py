@@ -105,20 +105,11 @@ def rows_of(view, slab, span, query, head):
     return base + head.to(gl.int64) * view.head_stride + query.to(gl.int64) * view.row_stride
 
 
-@gluon.jit(noinline=True)
-def rewrite(i, call, config, W: gl.constexpr):
-    """O and LSE of consumer W's 64 rows of this CTA's i-th tile.
-
-    A function of its own: inlined, it has the compiler prepare its addresses before the loop over tiles and spill them,
-    32 to 88 bytes at 160 registers. One for each consumer: where two shared one, and gave it the keys, they spilled 32
-    to 128 bytes.
-    It must not use shared memory or barriers: in a function these are those of the whole CTA.
-    """
+@gluon.jit
+def rewrite_rows(span, row, keys, call, config):
+    """O and LSE of the 64 rows from `row` on, of the keys [begin, end). Must not use shared memory or barriers: in a
+    function these are those of the whole CTA."""
     L: gl.constexpr = layouts.small()
-    span = bounds.tile(i, call, config)
-    row = bounds.own_row(span, config, W)
-    first, stop = bounds.key_blocks(span, config)
-    keys = first * config.BLOCK_N, gl.minimum(stop * config.BLOCK_N, span.kv_len)
     kv_head = span.head // call.group
     bases = _slab(call.k, span.slab, kv_head, span.k_row), _slab(call.v, span.slab, kv_head, span.k_row)
     query, head, q_inside = bounds.rows(span, row, gl.SliceLayout(1, layouts.small_operand(0)), call, config)
@@ -133,3 +124,18 @@ def rewrite(i, call, config, W: gl.constexpr):
                  mask=inside[:, None] & (cols < config.D_V)[None, :])
         if config.STORE_LSE:
             gl.store(softmax.lse_row(call, span) + head * call.lse_rows + query, lse, mask=inside)
+
+
+@gluon.jit(noinline=True)
+def rewrite(i, call, config, W: gl.constexpr):
+    """O and LSE of consumer W's 64 rows of this CTA's i-th tile.
+
+    A function of its own: inlined, it has the compiler prepare its addresses before the loop over tiles and spill them,
+    32 to 88 bytes at 160 registers. One for each consumer: where two shared one, and gave it the keys, they spilled 32
+    to 128 bytes.
+    """
+    span = bounds.tile(i, call, config)
+    row = bounds.own_row(span, config, W)
+    first, stop = bounds.key_blocks(span, config)
+    keys = first * config.BLOCK_N, gl.minimum(stop * config.BLOCK_N, span.kv_len)
+    rewrite_rows(span, row, keys, call, config)

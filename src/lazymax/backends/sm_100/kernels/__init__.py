@@ -1,0 +1,1 @@
+"""Device code for Blackwell's tensor memory, in Gluon."""

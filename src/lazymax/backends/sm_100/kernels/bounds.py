@@ -1,0 +1,73 @@
+"""Which tile a number stands for, which key blocks it visits, and which of them the band or the length cuts.
+
+A tile is two Q tiles of 128 query rows of one head. Blocks of 128 keys are visited from the last to the first, so that
+the one cut by the length, and under a causal mask by the diagonal, comes first.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ...sm_90.kernels.assembly import here
+from ...sm_90.kernels.bounds import Span
+
+ROWS = gl.constexpr(256)
+KEYS = gl.constexpr(128)
+
+
+@gluon.jit
+def row_blocks(call):
+    """Of a head. Computed by every role for itself: what they share is prepared before they part, and spilled."""
+    return (here(call.q_len) + ROWS - 1) // ROWS
+
+
+@gluon.jit
+def tiles(call):
+    """How many there are."""
+    return call.heads * row_blocks(call)
+
+
+@gluon.jit
+def tile(t, call, config):
+    """The t-th tile. Under a causal mask the longest come first in every section of `heads_together` heads, whose K and
+    V fit the L2; else a head's tiles follow each other."""
+    blocks = row_blocks(call)
+    if config.HAS_LAST:
+        section = t // (call.heads_together * blocks)
+        place = t - section * call.heads_together * blocks
+        together = gl.minimum(call.heads_together, call.heads - section * call.heads_together)
+        block = blocks - 1 - place // together
+        index = section * call.heads_together + place % together
+    else:
+        index = t // blocks
+        block = t - index * blocks
+    batch = index // call.q_heads
+    none = 0 * index
+    return Span(index - batch * call.q_heads, batch, batch, batch, block * ROWS, none, none, call.q_len,
+                here(call.kv_len), call.first_offset, call.last_offset)
+
+
+@gluon.jit
+def key_blocks(span, config):
+    """Key blocks [first, stop) that the tile visits: all that its rows can see, and at least one."""
+    first = 0 * span.kv_len
+    end = span.kv_len
+    if config.HAS_LAST:
+        last_row = gl.minimum(span.first_row + ROWS, span.q_len) - 1
+        end = gl.minimum(end, gl.maximum(last_row + span.last_offset + 1, 0))
+    if config.HAS_FIRST:
+        first = gl.minimum(gl.maximum(span.first_row + span.first_offset, 0), end) // KEYS
+    return first, gl.maximum((end + KEYS - 1) // KEYS, first + 1)
+
+
+@gluon.jit
+def whole(row, first, stop, span, config):
+    """Of the visits to blocks stop - 1 down to first: [begin, end), where all 128 rows from `row` on see all keys."""
+    inner_stop = span.kv_len
+    if config.HAS_LAST:
+        inner_stop = gl.minimum(inner_stop, gl.maximum(row + span.last_offset + 1, 0))
+    begin = gl.minimum(gl.maximum(stop - inner_stop // KEYS, 0), stop - first)
+    end = stop - first
+    if config.HAS_FIRST:
+        inner_first = (gl.maximum(row + (KEYS - 1) + span.first_offset, 0) + KEYS - 1) // KEYS
+        end = gl.maximum(begin, gl.minimum(stop - inner_first, end))
+    return begin, end

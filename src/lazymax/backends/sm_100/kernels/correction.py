@@ -1,0 +1,149 @@
+"""The role of the correction, four warps: O is rescaled in tensor memory where a row of the Q tile needs it, and in the
+end divided by the sums, checked and handed to the store."""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.blackwell import fence_async_shared, mbarrier
+
+from ....kernels.softmax import FUSED_LIMIT, NEVER
+from ...sm_90.kernels import guarded
+from ...sm_90.kernels.bounds import has_keys
+from ...sm_90.kernels.copies import barrier
+from ...sm_90.kernels.softmax import finish, lse_row
+from . import assembly, bounds, layouts, rings, schedule
+from .softmax import total
+
+COLS = gl.constexpr(32)  # of O at a time, so that few registers are live
+
+
+class Cold(NamedTuple):
+    """What the cold path reads of the call. The descriptors would take some 60 registers more."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    lse: Any
+    lse_rows: Any
+    heads_together: Any
+    scale_log2: Any
+    threshold: Any
+    q_len: Any
+    kv_len: Any
+    first_offset: Any
+    last_offset: Any
+    heads: Any
+    q_heads: Any
+    group: Any
+
+
+@gluon.jit
+def _rescale(o, alpha, config):
+    factor = layouts.spread(alpha, COLS)
+    for i in gl.static_range(config.D // COLS):
+        part = o.slice(i * COLS, COLS)
+        part.store(assembly.mul2(part.load(layouts.tile(COLS)), factor))
+
+
+@gluon.jit
+def _visit(Q: gl.constexpr, buffer, handed, products, opened, memory, bars, config):
+    """One block. opened: O holds something of this tile. The arrival at p_full of a tile's first block also says that
+    the O of the tile before has been read."""
+    mbarrier.wait(bars.stats_full.index(Q), handed & 1)
+    alpha = memory.stats.index(2 * Q).load(layouts.rows())
+    mbarrier.arrive(bars.stats_empty.index(Q), count=1)
+    if config.S_BUFFERS == 3:
+        # With two, the scores of a block are committed after the P V of the block before.
+        mbarrier.wait(bars.o_full.index(Q), products & 1, pred=opened)
+    if config.BRANCH:
+        needed = gl.max(gl.where(alpha < 1.0, 1, 0), 0)
+        if (needed > 0) & opened:
+            _rescale(memory.o.index(Q), alpha, config)
+    else:
+        if opened:
+            _rescale(memory.o.index(Q), alpha, config)
+    mbarrier.arrive(rings.of_scores(bars.p_full, Q, buffer, config), count=1)
+
+
+@gluon.jit
+def _suspect(m, l, sums, rows, span, config):
+    """1 if a row of the Q tile has huge scores, a sum that overflew, a NaN, or keys and yet no sum, else 0; see
+    sm_90's guarded.py."""
+    found = ((m > NEVER) & (gl.abs(m) > FUSED_LIMIT)) | (l - l != 0.0) | (sums - sums != 0.0)
+    found = found | ((l == 0.0) & has_keys(span, rows, config))
+    return gl.max((found & (rows < span.q_len)).to(gl.int32), 0)
+
+
+@gluon.jit(noinline=True)
+def _rewrite(t, call, config, Q: gl.constexpr):
+    """The cold path: the rows of a Q tile once more, exactly and slowly. A function of its own, see sm_90's guarded.py,
+    for it must not cost registers elsewhere."""
+    span = bounds.tile(t, call, config)
+    first, stop = bounds.key_blocks(span, config)
+    keys = first * bounds.KEYS, gl.minimum(stop * bounds.KEYS, span.kv_len)
+    for half in range(2):
+        guarded.rewrite_rows(span, span.first_row + Q * 128 + half * 64, keys, call, config)
+
+
+@gluon.jit
+def _close(t, Q: gl.constexpr, handed, products, count, memory, bars, call, config):
+    """O and LSE of the Q tile."""
+    span = bounds.tile(t, call, config)
+    mbarrier.wait(bars.stats_full.index(Q), handed & 1)
+    l = memory.stats.index(2 * Q).load(layouts.rows())
+    m = memory.stats.index(2 * Q + 1).load(layouts.rows())
+    mbarrier.arrive(bars.stats_empty.index(Q), count=1)
+    inverse, lse = finish(m, l, 1.0, call, span, config)
+    mbarrier.wait(bars.o_full.index(Q), products & 1)
+    mbarrier.wait(bars.out_empty.index(Q), (count & 1) ^ 1)
+    o = memory.o.index(Q)
+    out = memory.out.index(Q).reshape([128, config.D])
+    factor = layouts.spread(inverse, COLS)
+    sums = gl.full([128], 0.0, gl.float32, layouts.rows())
+    for i in gl.static_range(config.D // COLS):
+        part = o.slice(i * COLS, COLS).load(layouts.tile(COLS))
+        sums += layouts.to_rows(total((part,)), 128)
+        out.slice(i * COLS, COLS, dim=1).store(assembly.mul2(part, factor).to(call.out.ptr.dtype.element_ty))
+        barrier()  # or the ptxas of Triton 3.9 loads all of O before it stores any: 500 bytes of spills
+    rows = span.first_row + Q * 128 + gl.arange(0, 128, layouts.rows())
+    suspect = _suspect(m, l, sums, rows, span, config)
+    memory.flags.index(Q).store(gl.full([1], 0, gl.int32, layouts.one(gl.num_warps())) + suspect)
+    fence_async_shared()
+    mbarrier.arrive(bars.out_full.index(Q), count=1)
+    if suspect > 0:
+        cold = Cold(call.q, call.k, call.v, call.out, call.lse, call.lse_rows, call.heads_together, call.scale_log2,
+                    call.threshold, call.q_len, call.kv_len, call.first_offset, call.last_offset, call.heads,
+                    call.q_heads, call.group)
+        _rewrite(t, cold, config, Q)
+    else:
+        if config.STORE_LSE:
+            gl.store(lse_row(call, span) + rows, lse, mask=rows < span.q_len)
+
+
+@gluon.jit
+def correction(memory, bars, call, config):
+    handed = gl.to_tensor(0)  # by each softmax so far
+    products = gl.to_tensor(0)  # P V known to be done: with three score buffers of every block, else of a tile's last
+    buffer0 = gl.to_tensor(0)
+    buffer1 = gl.to_tensor(1)
+    unused = gl.to_tensor(0)
+    count = gl.to_tensor(0)
+    t = schedule.first()
+    while t < bounds.tiles(call):
+        first, stop = bounds.key_blocks(bounds.tile(t, call, config), config)
+        for visit in range(stop - first):
+            _visit(0, buffer0, handed, products, visit > 0, memory, bars, config)
+            _visit(1, buffer1, handed, products, visit > 0, memory, bars, config)
+            buffer0, unused = rings.next_scores(buffer0, unused, config)
+            buffer1, unused = rings.next_scores(buffer1, unused, config)
+            if config.S_BUFFERS == 3:
+                products += gl.where(visit > 0, 1, 0)
+            handed += 1
+        _close(t, 0, handed, products, count, memory, bars, call, config)
+        _close(t, 1, handed, products, count, memory, bars, call, config)
+        products += 1
+        handed += 1
+        t = schedule.following(count, memory, bars, call, config)
+        count += 1

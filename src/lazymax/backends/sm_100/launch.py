@@ -1,0 +1,124 @@
+"""From a problem and a row to the arguments of this backend's kernel, for a launch or a compile without a GPU."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ...extras import NO_EXTRAS, Extras
+from ...kernels.launch import constant, positive_scale, start, view_strides
+from ...kernels.memory import View
+from ...problem import Problem
+from ..sm_90.launch import describe, multiprocessors, rebased
+from .kernels.forward import Config, attention_forward
+from .rows import BlackwellTile
+
+L2_BUDGET = 50 << 20  # bytes of K and V that heads worked on side by side may have; the L2 has 126 MB
+LSE_DEGREE = 5  # of the polynomial, where the LSE, which is fp32, would show the 8.6e-5 of degree 3
+REGISTERS = 128  # of a thread when the kernel starts: 65536 for 512 threads; the roles then deal them anew
+
+
+@dataclass(slots=True)
+class BlackwellLaunch:
+    """The kernel, ready for every call with the same problem on one device; see `kernels.launch.ForwardLaunch`."""
+
+    kernel: ClassVar[Any] = attention_forward
+    problem: Problem
+    tile: BlackwellTile
+    config: Config
+    options: dict[str, Any]
+    heads_together: int  # see `bounds.tile`
+    ctas: int | None = None  # at most, side by side; None: one for each multiprocessor
+    side_by_side: int | None = None  # CTAs of a call
+    strides: tuple[tuple[int, ...], ...] | None = None  # of the views of q, k, v, out
+    descriptors: tuple[TensorDescriptor, ...] | None = None  # of the first call's tensors
+    binary: Callable[..., None] | None = None
+
+    @classmethod
+    def of_forward(cls, problem: Problem, tile: BlackwellTile) -> "BlackwellLaunch":
+        p = problem
+        assert p.head_dim == p.v_head_dim == tile.head_dim and not p.ragged
+        assert tile.s_buffers == 2 or (tile.s_buffers == 3 and tile.head_dim == 64 and tile.num_stages >= 3)
+        assert tile.early in (64, 96, 128) and tile.early % tile.chunk == 0
+        config = Config(
+            D=p.head_dim,
+            D_V=p.v_head_dim,
+            HAS_FIRST=p.first_offset is not None,
+            HAS_LAST=p.last_offset is not None,
+            NEGATE=p.scale < 0,
+            STORE_LSE=p.return_lse,
+            SLOTS=tile.num_stages,
+            S_BUFFERS=tile.s_buffers,
+            COUNTER=tile.counter and (p.first_offset, p.last_offset) != (None, None),
+            SOFTWARE=tile.software,
+            DEGREE=LSE_DEGREE if p.return_lse else tile.degree,
+            EARLY=tile.early,
+            CHUNK=tile.chunk,
+            ORDER=tile.order,
+            MAX3=tile.max3,
+            READS=tile.reads,
+            BRANCH=tile.branch,
+            REGISTERS=tile.max_registers,
+            HEADS=1,
+            SOFTCAP=False,
+            SINKS=False,
+        )
+        # Triton's default for fusion flips in 3.10; the fused exponent wants it.
+        options = dict(num_warps=tile.num_warps, maxnreg=REGISTERS, enable_fp_fusion=True)
+        return cls(p, tile, constant(config), options, _heads_together(p, config.COUNTER))
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Known once the first arguments are."""
+        assert self.side_by_side is not None
+        return self.side_by_side, 1, 1
+
+    def arguments(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        extras: Extras = NO_EXTRAS,
+    ) -> tuple[Any, ...]:
+        """Positional arguments of the kernel; a new counter for every call, for calls may run side by side."""
+        p = self.problem
+        tensors = (q, k, v, out)
+        if self.strides is None or self.descriptors is None:
+            tiles = p.q_tiles(self.tile.block_m) * p.q_heads
+            self.side_by_side = min(tiles, self.ctas or multiprocessors(q.device))
+            self.strides = tuple(view_strides(t) for t in tensors)
+            self.descriptors = tuple(describe(t, 128, p.head_dim) for t in tensors)
+        views = (View(t, *steps) for t, steps in zip(tensors, self.strides, strict=True))
+        tiles_of = (rebased(descriptor, t) for descriptor, t in zip(self.descriptors, tensors, strict=True))
+        counter = None
+        if self.config.COUNTER.value:
+            counter = torch.zeros(1, dtype=torch.int32, device=q.device)
+        band = (p.first_offset or 0, p.last_offset or 0)
+        return (
+            *views, lse, *tiles_of, counter, self.heads_together, positive_scale(p), p.rescale_threshold, p.q_len,
+            p.kv_len, *band, p.batch * p.q_heads, p.q_heads, p.group, self.config,
+        )  # fmt: skip
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        extras: Extras = NO_EXTRAS,
+    ) -> None:
+        start(self, self.arguments(q, k, v, out, lse, extras))
+
+
+def _heads_together(p: Problem, counter: bool) -> int:
+    """A static order balances only over all heads: in sections it left 10 to 38% idle (docs/notes/sm_100.md)."""
+    heads = p.batch * p.q_heads
+    if not counter:
+        return heads
+    bytes_of_group = p.kv_len * (p.head_dim + p.v_head_dim) * 2
+    return min(heads, max(1, L2_BUDGET // max(1, bytes_of_group)) * p.group)

@@ -1,0 +1,148 @@
+"""The kernel of sm_100 in the Gluon simulator and through ptxas; runs in a `gluon_sim.Worker`, where Triton builds."""
+
+import re
+import subprocess
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from hopper import CAUSAL, DTYPES, Call
+from simulators.gluon_sim import Options, activate, run_mutants
+
+from lazymax import arch as arches
+from lazymax.backends import registry
+from lazymax.backends.sm_100.launch import BlackwellLaunch
+from lazymax.backends.sm_100.rows import BlackwellTile
+from lazymax.compat.tritons import release
+from lazymax.compiling import compile_plan
+from lazymax.dispatch import plan
+from lazymax.problem import Problem, output_strides
+from lazymax.testing import check_attention
+
+ROWS = [row for row in registry()["sm_100"].forward if isinstance(row, BlackwellTile)]
+# Each rung the other way, beside the row of its head dim.
+RUNGS: dict[str, dict[str, Any]] = {
+    "exact, P at once": {"order": 0, "max3": False, "branch": False, "early": 128, "software": 0, "s_buffers": 2},
+    "P in halves": {"early": 64, "chunk": 64, "degree": 2, "reads": 4, "order": 1, "s_buffers": 2},
+    "narrow chunks": {"chunk": 16, "software": 16, "order": 4},
+    "snake": {"counter": False, "num_stages": 3},
+}
+# Some tiles of many blocks and some of few, several for every CTA: each ring goes round more than twice.
+CALLS = (
+    Call((1, 2, 1, 300, 500), CAUSAL),
+    Call((2, 1, 1, 390, 200), CAUSAL),  # rows without keys, whole tiles too
+    Call((1, 3, 1, 260, 250), {}, "rising", "bshd"),
+    Call((1, 1, 1, 300, 500), {"window": (200, 30), "window_align": "bottom_right", "scale": -0.2}, "rising", "padded"),
+    Call((1, 2, 1, 260, 420), CAUSAL | {"window": (130, None)}, "large"),
+    Call((1, 2, 2, 257, 129), {"causal": "top_left", "scale": 0.0}),
+    Call((1, 2, 1, 260, 300), {"causal": "top_left", "rescale_threshold": 0.0}, "rising"),
+    Call((1, 1, 1, 140, 200), CAUSAL, "huge"),
+    Call((1, 1, 1, 300, 300), {"causal": "top_left"}, "hidden", "bshd"),
+    Call((1, 1, 1, 130, 140), {}, "visible"),
+    Call((1, 2, 1, 160, 600), CAUSAL, "step"),
+    Call((1, 1, 1, 270, 500), {"window": (100, None), "window_align": "bottom_right"}, "cliff"),
+    Call((1, 4, 2, 300, 90)),  # one block for every tile, fewer than the ring has slots
+)
+LONG = (
+    Call((1, 3, 1, 520, 1300), CAUSAL, "rising"),
+    Call((2, 2, 2, 390, 900), {"window": (300, 10), "window_align": "bottom_right"}, "large", "bshd"),
+    Call((1, 5, 1, 300, 1100), {}, "rising", "padded"),
+)  # with --slow
+
+
+def simulate(row: BlackwellTile, call: Call, dtype: str, options: Options) -> tuple[bool, str]:
+    """One call on few CTAs under the schedule of a seed, beside float64."""
+    (q, k, v), extras, problem = call.inputs((row.head_dim,) * 2, DTYPES[dtype], options.seed)
+    problem = replace(problem, return_lse=options.seed // 2 % 2 == 0)
+    launch = BlackwellLaunch.of_forward(problem, row)
+    launch.ctas = (2, 3, 1)[options.seed % 3]
+    out = torch.empty_strided(q.shape, output_strides(q, row.head_dim), dtype=q.dtype).fill_(torch.nan)
+    lse = torch.full(q.shape[:3], torch.nan)
+    with activate(options):
+        launch(q, k, v, out, lse, extras)
+    budgets = check_attention(out, lse if problem.return_lse else None, q, k, v, problem, extras)
+    return all(b.ok for b in budgets), "; ".join(map(str, budgets))
+
+
+def seeds(row: BlackwellTile, dtype: str, of: list[int], calls: tuple[Call, ...] = CALLS) -> list[str]:
+    """What went wrong; a seed has one of the calls."""
+    wrong = []
+    for seed in of:
+        call = calls[seed % len(calls)]
+        try:
+            ok, why = simulate(row, call, dtype, Options(target=row.when.archs[0], seed=seed))
+        except Exception as error:
+            ok, why = False, f"{type(error).__name__}: {error}"
+        if not ok:
+            wrong.append(f"seed {seed} {call}: {why}")
+    return wrong
+
+
+def mutants(row: BlackwellTile, of: list[int]) -> tuple[int, list[str]]:
+    """(how many, what survived): every synchronisation of the kernel dropped or weakened once."""
+
+    def launch(options: Options) -> None:
+        for which in (0, 1, 2):
+            ok, why = simulate(row, CALLS[which], "bf16", options)
+            assert ok, why
+
+    outcomes = run_mutants(launch, Options(target="sm_100", insert_fences=False), of)
+    return len(outcomes), [str(outcome.mutant) for outcome in outcomes if not outcome.killed]
+
+
+def assembled(row: BlackwellTile, dtype: str, rules: dict[str, Any]) -> dict[str, Any]:
+    """Compile, and what ptxas says: bytes of spills, of shared memory, columns of tensor memory."""
+    arch = arches.by_name(row.when.archs[0])
+    problem = Problem.from_shape((4, 32, 8, 4096, 4096, row.head_dim), dtype, return_lse=True, **rules)
+    kernel = compile_plan(problem, replace(plan(problem, arch), tile=row), arch)
+    knobs = triton.knobs.nvidia
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(kernel.asm["ptx"])
+        level = [] if release(triton.__version__) < (3, 8) else ["--regAllocOptLevel=2"]  # as Triton calls it
+        command = [knobs.ptxas_blackwell.path, *level, "-v", f"--gpu-name={arch.id}a", str(source), "-o", f"{source}.o"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True)
+    text = said.stdout + said.stderr
+    spills = [int(a) + int(b) for a, b in re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text)]
+    assert spills, text
+    return {
+        "spills": sum(spills),
+        **spills_in_loops(kernel.asm["cubin"], arch.id),
+        "shared": kernel.metadata.shared,
+        "columns": kernel.metadata.tmem_size,
+        "exponentials": kernel.asm["ptx"].count("ex2.approx"),
+        "products": kernel.asm["ptx"].count("tcgen05.mma."),
+    }
+
+
+def spills_in_loops(cubin: bytes, arch: str) -> dict[str, int]:
+    """Loads and stores of spilled registers in a loop over key blocks, at most: the innermost ones with products or
+    accesses of tensor memory, of the softmax those with exponentials."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        tool = triton.knobs.nvidia.nvdisasm.path
+        said = subprocess.run([tool, "-c", str(path)], capture_output=True, text=True)
+    if said.returncode:  # that of Triton 3.6 does not know sm_103
+        assert arch == "sm_103" and release(triton.__version__) < (3, 9), said.stderr
+        return {"in_softmax": 0, "in_loops": 0}
+    lines = said.stdout.splitlines()
+    labels = {m.group(1): i for i, line in enumerate(lines) if (m := re.match(r"(\.L_x_\d+):", line))}
+    loops = []
+    for i, line in enumerate(lines):
+        branch = re.search(r"\bBRA.*`\((\.L_x_\d+)\)", line)
+        if branch and labels[branch.group(1)] <= i:
+            loops.append((labels[branch.group(1)], i))
+    inner = [(a, b) for a, b in loops if not any((c, d) != (a, b) and a <= c and d <= b for c, d in loops)]
+    bodies = ["\n".join(lines[a : b + 1]) for a, b in inner]
+    hot = [body for body in bodies if re.search(r"\b(LDTM|UTC\w*MMA)\b", body)]
+    softmax = [body for body in hot if "MUFU.EX2" in body]
+    assert len(softmax) >= 4 and len(hot) > len(softmax), f"{len(softmax)} of {len(hot)} loops are of the softmax"
+
+    def spills(bodies: list[str]) -> int:
+        return max(len(re.findall(r"\b(?:STL|LDL)\b", body)) for body in bodies)
+
+    return {"in_softmax": spills(softmax), "in_loops": spills(hot)}

@@ -1,0 +1,167 @@
+"""The kernel of sm_100 in the Gluon simulator, under adversarial schedules, beside float64, and what ptxas says of
+every row. No GPU has run it."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import blackwell
+import pytest
+import torch
+from blackwell import CALLS, LONG, ROWS, RUNGS
+from simulators.gluon_sim import Worker
+from turns import FLOOR, mine
+
+from lazymax import arch as arches
+from lazymax.dispatch import plan
+from lazymax.problem import Problem
+from lazymax.testing import check_attention
+
+NAMES = [f"{row.when.archs[0]}-{row.name}" for row in ROWS]
+BANDS: tuple[dict[str, Any], ...] = ({}, {"causal": "top_left"}, {"causal": "top_left", "window": (512, None)})
+
+
+@pytest.fixture(scope="module")
+def sim() -> Iterator[Worker]:
+    with Worker() as worker:
+        yield worker
+
+
+@pytest.mark.parametrize("which", range(len(CALLS) + len(LONG)))
+@pytest.mark.parametrize("index", range(len(ROWS)), ids=NAMES)
+def test_rows_on_the_gpu(index: int, which: int, device: str) -> None:
+    """For who has one."""
+    arch, row, call = arches.of(torch.device(device)), ROWS[index], (*CALLS, *LONG)[which]
+    if device != "cuda" or arch.id not in row.when.archs:
+        pytest.skip(f"needs {' or '.join(row.when.archs)}: this is {arch.id}")
+    for dtype in (torch.bfloat16, torch.float16):
+        (q, k, v), extras, problem = call.inputs((row.head_dim,) * 2, dtype, which, device)
+        assert row.inability(problem, arch) is None, row.inability(problem, arch)
+        out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:3], torch.nan, device=device)
+        launch = row.prepare(problem, replace(plan(problem, arch), tile=row))
+        for _ in range(2):  # the second call launches the binary directly
+            launch(q, k, v, out, lse, extras)
+        first = out.clone()
+        launch(q, k, v, out, lse, extras)
+        assert torch.equal(first.view(torch.int16), out.view(torch.int16)), "not the same bits again"
+        budgets = check_attention(out, lse, q, k, v, problem, extras)
+        assert all(b.ok for b in budgets), f"{call} {dtype}: {'; '.join(map(str, budgets))}"
+
+
+@pytest.mark.parametrize("index", range(len(ROWS)), ids=NAMES)
+def test_rows_in_the_simulator(index: int, sim: Worker) -> None:
+    """Every call on the oldest Triton, a third of them on the others; fewer where only the share of exp2 differs."""
+    row = ROWS[index]
+    of = list(range(index % 4, len(CALLS), (1 if FLOOR else 3) if row.software else 6))
+    wrong = sim.call("blackwell:seeds", row, "bf16", of[::2]) + sim.call("blackwell:seeds", row, "fp16", of[1::2])
+    assert not wrong, "\n".join(wrong)
+
+
+def with_rung(name: str, head_dim: int) -> blackwell.BlackwellTile:
+    row = next(row for row in ROWS if row.head_dim == head_dim)
+    return replace(row, **RUNGS[name])
+
+
+@pytest.mark.parametrize("name", RUNGS)
+def test_rungs_in_the_simulator(name: str, sim: Worker) -> None:
+    """Every rung of the ladder the other way, at a head dim on each Triton."""
+    turn = list(RUNGS).index(name)
+    head_dim = 128 if mine(turn) else 64
+    wrong = sim.call("blackwell:seeds", with_rung(name, head_dim), "bf16", [turn])
+    assert not wrong, "\n".join(wrong)
+
+
+def check_build(row: blackwell.BlackwellTile, dtype: str, rules: dict[str, Any], sim: Worker) -> None:
+    report = sim.call("blackwell:assembled", row, dtype, rules)
+    assert report["products"] > 0 and report["columns"] == 512, f"{rules}: {report}"
+    assert report["shared"] <= arches.by_name(row.when.archs[0]).shared_memory, f"{rules}: {report}"
+    assert report["in_softmax"] <= (2 if "window" in rules else 0), f"{rules}: {report}"
+    assert report["in_loops"] <= 5, f"{rules}: {report}"
+    assert report["spills"] <= (0 if row.tuned else 300), f"{rules}: {report}"
+
+
+@pytest.mark.parametrize("index", range(len(ROWS)), ids=NAMES)
+def test_ptxas_has_little_to_say(index: int, sim: Worker) -> None:
+    """The softmax spills nothing in its loops, but for a number or two with windows; what is per tile may spill a
+    little. A row has a band on each Triton."""
+    for i, rules in enumerate(BANDS):
+        if ROWS[index].software and i % 2 == int(FLOOR):
+            check_build(ROWS[index], "bf16", rules, sim)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", range(len(ROWS)), ids=NAMES)
+def test_ptxas_has_little_to_say_of_any_build(index: int, sim: Worker) -> None:
+    for dtype in ("bf16", "fp16"):
+        for rules in BANDS:
+            check_build(ROWS[index], dtype, rules, sim)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", range(len(ROWS)), ids=NAMES)
+def test_many_schedules(index: int, sim: Worker) -> None:
+    for dtype in ("bf16", "fp16"):
+        wrong = sim.call("blackwell:seeds", ROWS[index], dtype, list(range(2 * len(CALLS))))
+        wrong += sim.call("blackwell:seeds", ROWS[index], dtype, list(range(2 * len(LONG))), LONG)
+        assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNGS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_many_schedules_of_rungs(head_dim: int, name: str, sim: Worker) -> None:
+    wrong = sim.call("blackwell:seeds", with_rung(name, head_dim), "fp16", list(range(len(CALLS))))
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", [i for i, row in enumerate(ROWS) if row.software], ids=str)
+def test_a_dropped_synchronisation_is_found(index: int, sim: Worker) -> None:
+    count, survived = sim.call("blackwell:mutants", ROWS[index], [0, 1, 4, 5])  # that want the LSE: one build
+    assert count > 80 and len(survived) <= 0.05 * count, f"{len(survived)} of {count}: {survived}"
+
+
+SHAPE = (4, 32, 8, 1024, 1024, 128)
+REFUSED: tuple[tuple[str, tuple[int, ...], str, dict[str, Any], str], ...] = (
+    ("D=96", (4, 32, 8, 1024, 1024, 96), "bf16", {}, "for head dim 128, of v too, got 96"),
+    ("D_v", (4, 32, 8, 1024, 1024, 128, 64), "bf16", {}, "got 128 and 64 of v"),
+    ("fp32", SHAPE, "fp32", {}, "for float16 and bfloat16, got float32"),
+    ("softcap", SHAPE, "bf16", {"softcap": 20.0}, "takes no softcap and no sinks"),
+    ("dropout", SHAPE, "bf16", {"dropout_p": 0.1}, "takes no mask, mod, ALiBi or dropout"),
+    ("short", (64, 32, 8, 128, 4096, 128), "bf16", {}, "for 129 queries and more, got 128"),
+    ("few", (1, 2, 2, 1024, 1024, 128), "bf16", {}, "programs per multiprocessor and more"),
+)
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case[0])
+def test_what_the_kernel_does_not_take_has_a_portable_row(case: Any) -> None:
+    _, shape, dtype, rules, why = case
+    chosen = plan(Problem.from_shape(shape, dtype, **rules), arches.by_name("sm_100"))
+    assert chosen.backend == "sm_100" and not isinstance(chosen.tile, blackwell.BlackwellTile)
+    assert ROWS[0].refusal(Problem.from_shape(shape, dtype, **rules), arches.by_name("sm_100")).count(why) == 1
+
+
+def test_strides_that_no_descriptor_takes() -> None:
+    problem = replace(Problem.from_shape(SHAPE, "bf16"), descriptor_refusal="k has stride 7")
+    assert not isinstance(plan(problem, arches.by_name("sm_100")).tile, blackwell.BlackwellTile)
+
+
+@pytest.mark.parametrize("arch, software", [("sm_100", True), ("sm_103", False)])
+def test_each_arch_has_its_rows(arch: str, software: bool) -> None:
+    for shape in (SHAPE, (*SHAPE[:5], 64)):
+        for rules in BANDS:
+            chosen = plan(Problem.from_shape(shape, "fp16", **rules), arches.by_name(arch))
+            assert isinstance(chosen.tile, blackwell.BlackwellTile) and bool(chosen.tile.software) is software
+            assert chosen.level == "simulated and compiled, not run on hardware"
+
+
+def test_the_first_tiles_of_a_launch() -> None:
+    """At most a CTA for each tile; heads go in sections only where tiles are drawn from a counter."""
+    full, causal = (Problem.from_shape(SHAPE, "bf16", **rules) for rules in BANDS[:2])
+    for problem, counter in ((full, False), (causal, True)):
+        launch = ROWS[0].prepare(problem, None)  # type: ignore[arg-type]
+        assert launch.config.COUNTER.value is counter
+        assert launch.heads_together == 128
+    long = replace(causal, kv_len=2**17)
+    assert ROWS[0].prepare(long, None).heads_together == 4  # type: ignore[arg-type]
+    assert replace(ROWS[0], counter=False).prepare(long, None).heads_together == 128  # type: ignore[arg-type]
