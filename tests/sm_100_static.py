@@ -85,7 +85,7 @@ def entries() -> list[Entry]:
     table = registry()["sm_100"]
     own: list[Any] = [row for row in table.forward if type(row) is not Tile]
     for row in own:
-        if ARCH.id in row.archs:
+        if ARCH.id in (row.when.archs or (ARCH.id,)):
             found += [Entry("rows", row.name, row, row.head_dim, band, lse) for lse in ("no", "yes") for band in BANDS]
             found += [Entry("ladder", name, rung, row.head_dim, "full") for name, rung in ladder(row).items()]
     for head_dim in (64, 128):
