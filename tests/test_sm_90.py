@@ -235,3 +235,19 @@ def test_the_schedule_of_ragged_problems(call: Call, device: str) -> None:
             assert torch.equal(table[..., 0], expected[..., 0])
             work = expected[..., 0] >= 0
             assert torch.equal(table[work], expected[work])
+
+
+def test_a_ragged_call_keeps_no_schedule(device: str) -> None:
+    """Two threads may call with other lengths at once: a table that the launch kept would reach the other's kernel."""
+    call = RAGGED[0]
+    (q, k, v), extras, problem = call.inputs((128, 128), torch.bfloat16, 0, device)
+    launch = next(row for row in ROWS if row.width == 128).prepare(problem, None)  # type: ignore[arg-type]
+    tables = [
+        next(t for t in launch.arguments(q, k, v, torch.empty_like(q), q.new_empty(0), extras) if is_table(t))
+        for _ in range(2)
+    ]
+    assert tables[0] is not tables[1] and launch.numbers is None
+
+
+def is_table(argument: Any) -> bool:
+    return isinstance(argument, torch.Tensor) and argument.dim() == 3

@@ -150,7 +150,7 @@ class HopperLaunch:
     options: dict[str, Any]
     ctas: int | None = None  # at most, side by side; None: one for each multiprocessor
     division: Division = WHOLE
-    numbers: tuple[Any, ...] | None = None  # see `_numbers`; ragged problems have others in every call
+    numbers: tuple[Any, ...] | None = None  # see `_numbers`; not of ragged problems
     counts: torch.Tensor | None = None  # of splits, see `split_schedule`
     side_by_side: int | None = None  # CTAs of a call
     heads_together: int | None = None  # at most, see `schedule`
@@ -254,13 +254,16 @@ class HopperLaunch:
         tensors = (q, k, v, out)
         if self.strides is None or self.descriptors is None:
             self.strides, self.descriptors = tuple(view_strides(t) for t in tensors), self._describe(*tensors)
-        if self.numbers is None or p.ragged:
+        numbers = self.numbers
+        if numbers is None:
             table = self._arrange(extras, q.device) if p.ragged else self._schedule(q.device)
-            self.side_by_side, self.numbers = table.shape[1], self._numbers(table)
+            self.side_by_side, numbers = table.shape[1], self._numbers(table)
+            if not p.ragged:  # the table of a ragged call is its own: calls may come from several threads
+                self.numbers = numbers
         views = [View(t, *steps) for t, steps in zip(tensors, self.strides, strict=True)]
         sources = (*tensors, q, k)
         tiles = [of and rebased(of, t) for of, t in zip(self.descriptors, sources, strict=True)]
-        return *views, lse, q.shape[2], *tiles, *self.numbers, self._modifiers(lse, extras), self.config
+        return *views, lse, q.shape[2], *tiles, *numbers, self._modifiers(lse, extras), self.config
 
     def _numbers(self, table: torch.Tensor) -> tuple[Any, ...]:
         """The arguments from the schedule on, as far as they are the same in every call."""

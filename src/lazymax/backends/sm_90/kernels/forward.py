@@ -268,10 +268,10 @@ def attention_forward(q, k, v, out, lse, lse_rows, q_tiles, k_tiles, v_tiles, ou
                       modifiers, config):
     """out = softmax(scale * q @ k^T inside the band) @ v. Grid: (CTAs,), 4 warps and those of the other roles.
 
-    q, out (B, Hq, Sq, D), k, v (B, Hkv, Sk, D): `ring.View`s, fp16 or bf16, used where TMA cannot be, and descriptors
+    q, out (B, Hq, Sq, D), k, v (B, Hkv, Sk, D): `memory.View`s, fp16 or bf16, used where TMA cannot be, and descriptors
     with blocks of 64 rows (q, out; see `layouts.query_box`) or BLOCK_N; q_tail, k_tail: of q and k, for the columns
-    from `layouts.main` on, if D has a tail. v and out have D_V columns. lse: (B, Hq,
-    lse_rows) fp32, contiguous. Under SPLIT out is fp32, without a descriptor, and B of out and lse is splits * B of q.
+    from `layouts.main` on, if D has a tail. v and out have D_V columns. lse: (B, Hq, lse_rows) fp32, contiguous. Under
+    SPLIT out is fp32, without a descriptor, and B of out and lse is splits * B of q.
     schedule: (rounds, CTAs) tiles, see `launch.schedule`, or records, see `launch.split_schedule` and, for ragged
     lengths, `schedule.py`.
     scale_log2: |scale| * log2(e), not 0; log2(e) under a softcap. threshold: of the lazy rescale, log2 units. q_len,
