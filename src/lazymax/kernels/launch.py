@@ -31,12 +31,12 @@ NO_SOFTCAP = 2.0**100  # from here on a softcap changes no bit of an fp32 score
 TINY_SCALE = 2.0**-126  # for a scale of 0: its products with scores vanish, but -inf (masked) stays -inf
 
 
-def pieces(dim: int, least: int) -> tuple[tuple[int, int], ...]:
+def pieces(dim: int, least: int, least_tail: int = LEAST_TAIL) -> tuple[tuple[int, int], ...]:
     """(first column, columns) of the tiles that hold `dim` columns. Tile shapes are powers of two, the first of at
     least `least`; two where that multiplies less than one would: 96 = 64 + 32, 80 = 64 + 16, 192 = 128 + 64."""
     whole = max(least, triton.next_power_of_2(dim))
     main = whole // 2
-    tail = max(LEAST_TAIL, triton.next_power_of_2(max(1, dim - main)))
+    tail = max(least_tail, triton.next_power_of_2(max(1, dim - main)))
     return ((0, whole),) if main < least or main + tail >= whole else ((0, main), (main, tail))
 
 

@@ -13,16 +13,17 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ...arch import by_name
 from ...compat.tritons import release
 from ...extras import NO_EXTRAS, Extras
-from ...kernels.launch import LOG2E, constant, lengths_of, per_head, positive_scale, run, start, view_strides
+from ...kernels.launch import LOG2E, constant, lengths_of, per_head, pieces, positive_scale, run, start, view_strides
 from ...kernels.memory import View
 from ...problem import Problem, default_threshold
 from .kernels.forward import Config, Modifiers, attention_forward
-from .kernels.layouts import main, out_width, query_box, tail, width
+from .kernels.layouts import out_width, query_box, width
 from .kernels.merge import ROWS, merge
 from .kernels.schedule import CHUNK, arrange
 from .rows import HopperTile
 from .work import TILE_COST, WHOLE, Division, cost, deal, first_heads, queries, splits_of
 
+LEAST_TAIL = 32  # columns: a swizzle of 64 bytes
 L2_BUDGET = 24 << 20  # bytes of K and V that heads worked on side by side may have; the L2 has 50 MB
 
 
@@ -163,6 +164,7 @@ class HopperLaunch:
     @classmethod
     def of_forward(cls, problem: Problem, tile: HopperTile, division: Division = WHOLE) -> "HopperLaunch":
         p, split = problem, division.splits > 1
+        widths = [columns for _, columns in pieces(p.head_dim, 64, LEAST_TAIL)] + [0]
         assert not p.ragged or division == WHOLE
         assert tile.warpgroups in (2, 3) and tile.num_stages & (tile.num_stages - 1) == 0
         config = Config(
@@ -170,6 +172,8 @@ class HopperLaunch:
             WARPGROUPS=tile.warpgroups,
             SLOTS=tile.num_stages,
             D=p.head_dim,
+            D_MAIN=widths[0],
+            D_TAIL=widths[1],
             D_V=p.v_head_dim,
             HAS_FIRST=p.first_offset is not None,
             HAS_LAST=p.last_offset is not None,
@@ -278,7 +282,7 @@ class HopperLaunch:
     ) -> tuple[TensorDescriptor | None, ...]:
         """Of q, k, v and out, and of the tails of q and k. Splits have none of out, most head dims no tail."""
         p, keys = self.problem, self.tile.block_n
-        first, rest = main(p.head_dim), tail(p.head_dim)
+        first, rest = self.config.D_MAIN.value, self.config.D_TAIL.value
         of_q, of_k = describe_rows(q, p, self.config, first), describe(k, keys, first)
         columns = out_width(p.head_dim, p.v_head_dim)
         of_out = describe_rows(out, p, self.config, columns) if self.division.splits == 1 else None

@@ -21,7 +21,7 @@ MOST_HEADS = 64  # in a tile: a row of each for every consumer
 PACK_GAIN = 0.75  # at most so many tiles of those there were must be left
 FULL = 0.8  # tiles for each multiprocessor from which on keys are not split
 MOST_SPLITS = 16
-MANY = 16  # tiles for each multiprocessor
+MANY = 16  # tiles for each multiprocessor, from which on they count as dealt equally
 LEAST_KEYS = 512  # of a split. From two key blocks on, its rows see a key in it if they see one at all
 # What the number of splits is chosen by, beside a row's block_time, microseconds of an H200: to 10% of what was
 # measured where products bind, a third too little where memory does; the number was the best in all of ten cases
@@ -143,13 +143,13 @@ def duration(problem: Problem, tile: "HopperTile", multiprocessors: int) -> floa
     longest, for lengths are known on the device only."""
     p = problem
     if p.ragged:
-        costs = [-(-p.kv_len // tile.block_n) + TILE_COST] * (p.q_tiles(tile.block_m) * p.q_heads)
+        each, times = [-(-p.kv_len // tile.block_n) + TILE_COST], p.q_tiles(tile.block_m) * p.q_heads
     else:
         each = sorted((cost(row, p, tile) + TILE_COST for row in _first_rows(p, tile, 1)), reverse=True)
-        costs = [own for own in each for _ in first_heads(p, 1)]
-    if len(costs) > MANY * multiprocessors:  # they can be dealt equally
-        return tile.block_time * sum(costs) / multiprocessors
-    return tile.block_time * deal(costs, multiprocessors)[1]
+        times = len(first_heads(p, 1))
+    if len(each) * times > MANY * multiprocessors:
+        return tile.block_time * sum(each) * times / multiprocessors
+    return tile.block_time * deal([own for own in each for _ in range(times)], multiprocessors)[1]
 
 
 def _heads(p: Problem, tile: "HopperTile") -> int:

@@ -22,22 +22,26 @@ def fma2(a, b, c):
         is_pure=True, pack=2)
 
 
+@gluon.constexpr_function
+def _pair_text(operation):
+    return ("{ .reg .b64 x, y; mov.b64 x, {$2, $3}; mov.b64 y, {$4, $5}; " + operation
+            + ".rn.ftz.f32x2 x, x, y; mov.b64 {$0, $1}, x; }")
+
+
+@gluon.jit
+def _pairs(a, b, OPERATION: gl.constexpr):
+    TEXT: gl.constexpr = _pair_text(OPERATION)
+    return gl.inline_asm_elementwise(TEXT, "=r,=r,r,r,r,r", [a, b], dtype=gl.float32, is_pure=True, pack=2)
+
+
 @gluon.jit
 def mul2(a, b):
-    return gl.inline_asm_elementwise(
-        """{ .reg .b64 x, y;
-        mov.b64 x, {$2, $3}; mov.b64 y, {$4, $5};
-        mul.rn.ftz.f32x2 x, x, y; mov.b64 {$0, $1}, x; }""", "=r,=r,r,r,r,r", [a, b], dtype=gl.float32, is_pure=True,
-        pack=2)
+    return _pairs(a, b, "mul")
 
 
 @gluon.jit
 def add2(a, b):
-    return gl.inline_asm_elementwise(
-        """{ .reg .b64 x, y;
-        mov.b64 x, {$2, $3}; mov.b64 y, {$4, $5};
-        add.rn.ftz.f32x2 x, x, y; mov.b64 {$0, $1}, x; }""", "=r,=r,r,r,r,r", [a, b], dtype=gl.float32, is_pure=True,
-        pack=2)
+    return _pairs(a, b, "add")
 
 
 @gluon.jit

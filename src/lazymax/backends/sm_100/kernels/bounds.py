@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...sm_90.kernels.assembly import here
-from ...sm_90.kernels.bounds import Span
+from ...sm_90.kernels.bounds import Span, seen_blocks
 
 ROWS = gl.constexpr(256)
 KEYS = gl.constexpr(128)
@@ -48,15 +48,8 @@ def tile(t, call, config):
 
 @gluon.jit
 def key_blocks(span, config):
-    """Key blocks [first, stop) that the tile visits: all that its rows can see, and at least one."""
-    first = 0 * span.kv_len
-    end = span.kv_len
-    if config.HAS_LAST:
-        last_row = gl.minimum(span.first_row + ROWS, span.q_len) - 1
-        end = gl.minimum(end, gl.maximum(last_row + span.last_offset + 1, 0))
-    if config.HAS_FIRST:
-        first = gl.minimum(gl.maximum(span.first_row + span.first_offset, 0), end) // KEYS
-    return first, gl.maximum((end + KEYS - 1) // KEYS, first + 1)
+    """Those that the tile visits."""
+    return seen_blocks(span, span.first_row + ROWS, KEYS, config)
 
 
 @gluon.jit

@@ -7,11 +7,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.blackwell import fence_async_shared, mbarrier
 
-from ....kernels.softmax import FUSED_LIMIT, NEVER
 from ...sm_90.kernels import guarded
 from ...sm_90.kernels.bounds import has_keys
 from ...sm_90.kernels.copies import barrier
-from ...sm_90.kernels.softmax import finish, lse_row
+from ...sm_90.kernels.softmax import doubtful, finish, lse_row
 from . import assembly, bounds, layouts, rings, schedule
 from .softmax import total
 
@@ -69,10 +68,8 @@ def _visit(Q: gl.constexpr, buffer, handed, products, opened, memory, bars, conf
 
 @gluon.jit
 def _suspect(m, l, sums, rows, span, config):
-    """1 if a row of the Q tile has huge scores, a sum that overflew, a NaN, or keys and yet no sum, else 0; see
-    sm_90's guarded.py."""
-    found = ((m > NEVER) & (gl.abs(m) > FUSED_LIMIT)) | (l - l != 0.0) | (sums - sums != 0.0)
-    found = found | ((l == 0.0) & has_keys(span, rows, config))
+    """1 if a row of the Q tile is doubtful, else 0; see sm_90's guarded.py."""
+    found = doubtful(m, l, sums, has_keys(span, rows, config))
     return gl.max((found & (rows < span.q_len)).to(gl.int32), 0)
 
 

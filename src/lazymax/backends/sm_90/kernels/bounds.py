@@ -103,17 +103,22 @@ def has_keys(span, query, config):
 
 
 @gluon.jit
-def key_blocks(span, config):
-    """Key blocks [first, stop) that the tile visits: all that its rows can see, and at least one."""
-    BLOCK_N: gl.constexpr = config.BLOCK_N
+def seen_blocks(span, stop_row, BLOCK_N: gl.constexpr, config):
+    """Key blocks [first, stop) of the rows from the tile's first to stop_row: all that they can see, at least one."""
     first = 0 * span.kv_len
     end = span.kv_len
     if config.HAS_LAST:
-        last_row = gl.minimum(own_row(span, config, config.WARPGROUPS), span.q_len) - 1
+        last_row = gl.minimum(stop_row, span.q_len) - 1
         end = gl.minimum(end, gl.maximum(last_row + span.last_offset + 1, 0))
     if config.HAS_FIRST:
         first = gl.minimum(gl.maximum(span.first_row + span.first_offset, 0), end) // BLOCK_N
     return first, gl.maximum((end + BLOCK_N - 1) // BLOCK_N, first + 1)
+
+
+@gluon.jit
+def key_blocks(span, config):
+    """Those that the tile visits."""
+    return seen_blocks(span, own_row(span, config, config.WARPGROUPS), config.BLOCK_N, config)
 
 
 @gluon.jit

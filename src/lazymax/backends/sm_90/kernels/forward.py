@@ -24,6 +24,8 @@ class Config(NamedTuple):
     WARPGROUPS: Any  # consumers, 64 rows each
     SLOTS: Any  # of the ring, a power of two: an index by division costs registers
     D: Any  # of q and k
+    D_MAIN: Any  # columns of the first tile of Q and K
+    D_TAIL: Any  # of a second one behind it, see `kernels.launch.pieces`; 0: there is none
     D_V: Any
     HAS_FIRST: Any  # the band has a left bound
     HAS_LAST: Any  # the band has a right bound
@@ -84,10 +86,10 @@ class Call(NamedTuple):
 @gluon.jit
 def _queries(shared, place, config):
     """Left operands of the scores: Q and its tail, which is not used where there is none."""
-    q = shared.q.index(place).reshape([64, layouts.main(config.D)])
+    q = shared.q.index(place).reshape([64, config.D_MAIN])
     q_tail = q
-    if layouts.tail(config.D) > 0:
-        q_tail = shared.q_tail.index(place).reshape([64, layouts.tail(config.D)])
+    if config.D_TAIL > 0:
+        q_tail = shared.q_tail.index(place).reshape([64, config.D_TAIL])
     if config.QUERY_REGISTERS:
         q = q.load(layouts.left_operand(config.BLOCK_N))
         q_tail = q_tail.load(layouts.left_operand(config.BLOCK_N))
@@ -97,11 +99,11 @@ def _queries(shared, place, config):
 @gluon.jit
 def _issue_scores(q, shared, slot, config):
     """Q K^T, under way."""
-    k = shared.k.index(slot).reshape([config.BLOCK_N, layouts.main(config.D)]).permute((1, 0))
+    k = shared.k.index(slot).reshape([config.BLOCK_N, config.D_MAIN]).permute((1, 0))
     zeros = gl.zeros([64, config.BLOCK_N], gl.float32, layouts.accumulator(config.BLOCK_N))
     s = warpgroup_mma(q[0], k, zeros, use_acc=False, is_async=True)
-    if layouts.tail(config.D) > 0:
-        k_tail = shared.k_tail.index(slot).reshape([config.BLOCK_N, layouts.tail(config.D)]).permute((1, 0))
+    if config.D_TAIL > 0:
+        k_tail = shared.k_tail.index(slot).reshape([config.BLOCK_N, config.D_TAIL]).permute((1, 0))
         s = warpgroup_mma(q[1], k_tail, s, is_async=True)
     return s
 
@@ -270,7 +272,7 @@ def attention_forward(q, k, v, out, lse, lse_rows, q_tiles, k_tiles, v_tiles, ou
 
     q, out (B, Hq, Sq, D), k, v (B, Hkv, Sk, D): `memory.View`s, fp16 or bf16, used where TMA cannot be, and descriptors
     with blocks of 64 rows (q, out; see `layouts.query_box`) or BLOCK_N; q_tail, k_tail: of q and k, for the columns
-    from `layouts.main` on, if D has a tail. v and out have D_V columns. lse: (B, Hq, lse_rows) fp32, contiguous. Under
+    from D_MAIN on, if there is a D_TAIL. v and out have D_V columns. lse: (B, Hq, lse_rows) fp32, contiguous. Under
     SPLIT out is fp32, without a descriptor, and B of out and lse is splits * B of q.
     schedule: (rounds, CTAs) tiles, see `launch.schedule`, or records, see `launch.split_schedule` and, for ragged
     lengths, `schedule.py`.

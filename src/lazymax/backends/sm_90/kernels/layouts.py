@@ -11,26 +11,6 @@ def width(dim):
 
 
 @gluon.constexpr_function
-def tail(dim):
-    """Columns of the second tile of Q and K, behind one of `main(dim)`; 0: there is none. Tiles are powers of two, and
-    96 = 64 + 32 or 192 = 128 + 64 multiplies less than one of 128 or 256 would."""
-    rest = max(32, 1 << (dim - width(dim) // 2 - 1).bit_length()) if dim > 64 else 0
-    return rest if width(dim) // 2 + rest < width(dim) else 0
-
-
-@gluon.constexpr_function
-def main(dim):
-    """Columns of the first tile of Q and K."""
-    return width(dim) // 2 if tail(dim) else width(dim)
-
-
-@gluon.constexpr_function
-def columns(dim):
-    """Of Q and K in shared memory."""
-    return main(dim) + tail(dim)
-
-
-@gluon.constexpr_function
 def out_width(dim, v_dim):
     """Columns of O that are stored at a time: beside Q, K and V above 128 columns shared memory has room for half."""
     return width(v_dim) if dim <= 128 else max(64, width(v_dim) // 2)

@@ -14,22 +14,22 @@ def _produce_queries(shared, call, span, i, config, FRESH: gl.constexpr):
         full = shared.q_full.index(place)
         if not FRESH:
             mbarrier.wait(shared.q_empty.index(place), ring.query_phase(i, config) ^ 1)
-        mbarrier.expect(full, 64 * layouts.columns(config.D) * 2)
+        mbarrier.expect(full, 64 * (config.D_MAIN + config.D_TAIL) * 2)
         row = span.q_row + bounds.own_row(span, config, w)
         q_at = (span.slab, span.head, row)
         if config.HEADS > 1:
             q_at = (span.slab, span.head // call.group, 0, row)
         copies.load(call.q_tiles, q_at + (0,), full, shared.q.index(place))
-        if layouts.tail(config.D) > 0:
-            copies.load(call.q_tail, q_at + (layouts.main(config.D),), full, shared.q_tail.index(place))
+        if config.D_TAIL > 0:
+            copies.load(call.q_tail, q_at + (config.D_MAIN,), full, shared.q_tail.index(place))
 
 
 @gluon.jit
 def _load_keys(shared, call, span, block, slot, full, config):
     k_at = (span.slab, span.head // call.group, span.k_row + block * config.BLOCK_N)
     copies.load(call.k_tiles, k_at + (0,), full, shared.k.index(slot))
-    if layouts.tail(config.D) > 0:
-        copies.load(call.k_tail, k_at + (layouts.main(config.D),), full, shared.k_tail.index(slot))
+    if config.D_TAIL > 0:
+        copies.load(call.k_tail, k_at + (config.D_MAIN,), full, shared.k_tail.index(slot))
 
 
 @gluon.jit
@@ -41,14 +41,14 @@ def produce_first(shared, call, span, i, count, config, FRESH: gl.constexpr):
         ring.wait_empty(shared, count, config)
     slot = ring.slot(count, config)
     full = shared.full.index(slot)
-    mbarrier.expect(full, config.BLOCK_N * layouts.columns(config.D) * 2)
+    mbarrier.expect(full, config.BLOCK_N * (config.D_MAIN + config.D_TAIL) * 2)
     _load_keys(shared, call, span, stop - 1, slot, full, config)
 
 
 @gluon.jit
 def produce(shared, call, config):
     """All tiles of this CTA, but for what the entry asked for."""
-    K_BYTES: gl.constexpr = config.BLOCK_N * layouts.columns(config.D) * 2
+    K_BYTES: gl.constexpr = config.BLOCK_N * (config.D_MAIN + config.D_TAIL) * 2
     V_BYTES: gl.constexpr = config.BLOCK_N * layouts.width(config.D_V) * 2
     count = 0
     for i in range(call.rounds):

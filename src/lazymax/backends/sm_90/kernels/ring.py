@@ -17,7 +17,7 @@ class Shared(NamedTuple):
     """Shared memory and its barriers."""
 
     q: Any  # QUERY_TILES for each consumer
-    q_tail: Any  # the columns behind; see `layouts.tail`
+    q_tail: Any  # the columns behind; see D_TAIL
     out: Any  # a tile for each consumer, or half of one; not of splits
     k: Any  # a tile for each slot
     k_tail: Any
@@ -64,8 +64,8 @@ def allocate(call, config):
     TILES: gl.constexpr = N * config.QUERY_TILES
     SLOTS: gl.constexpr = config.SLOTS
     KEYS: gl.constexpr = config.BLOCK_N
-    D: gl.constexpr = layouts.main(config.D)
-    TAIL: gl.constexpr = layouts.tail(config.D)
+    D: gl.constexpr = config.D_MAIN
+    TAIL: gl.constexpr = config.D_TAIL
     D_V: gl.constexpr = layouts.width(config.D_V)
     L: gl.constexpr = mbarrier.MBarrierLayout()
     q = gl.allocate_shared_memory(call.q_tiles.dtype, [TILES] + layouts.query_box(config.HEADS, D), call.q_tiles.layout)
@@ -89,9 +89,9 @@ def allocate(call, config):
     for w in gl.static_range(TILES):
         mbarrier.init(q_full.index(w), count=1)
         mbarrier.init(q_empty.index(w), count=1)
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=N)
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=N)
     fence_async_shared()
     flags = gl.allocate_shared_memory(gl.int32, [N, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     return Shared(q, q_tail, out, k, k_tail, v, q_full, q_empty, full, empty, flags)

@@ -155,16 +155,20 @@ def lse_row(call, span):
 
 
 @gluon.jit
+def doubtful(m, l, total, has_keys):
+    """Rows with huge scores, a sum that overflew, a NaN, or keys and yet no sum (its scores lie below every pivot).
+    total: of O, which finds its NaNs and infs in half the instructions of comparisons."""
+    found = ((m > NEVER) & (gl.abs(m) > FUSED_LIMIT)) | (l - l != 0.0) | (total - total != 0.0)
+    return found | ((l == 0.0) & has_keys)
+
+
+@gluon.jit
 def suspect(m, l, acc, inside, has_keys, flags):
-    """1 if a row of the warpgroup has huge scores, a sum that overflew, a NaN, or keys and yet no sum (its scores lie
-    below every pivot), else 0; see guarded.py. A sum over the row finds its NaNs and infs in half the instructions of
-    comparisons.
+    """1 if a row of the warpgroup is doubtful, else 0; see guarded.py.
 
     flags: shared memory, a word for each warp. Gluon's own reduction over warps keeps two addresses and a predicate in
     registers through all loops: at 160 registers the difference between some spills and none.
     """
-    total = gl.convert_layout(gl.sum(acc, 1), m.type.layout)
-    found = ((m > NEVER) & (gl.abs(m) > FUSED_LIMIT)) | (l - l != 0.0) | (total - total != 0.0)
-    found = found | ((l == 0.0) & has_keys)
+    found = doubtful(m, l, gl.convert_layout(gl.sum(acc, 1), m.type.layout), has_keys)
     flags.store(gl.max((found & inside).to(gl.int32).reshape([4, 16]), 1))
     return gl.max(flags.load(gl.BlockedLayout([4], [32], [4], [0])), 0)
