@@ -85,8 +85,9 @@ DIVIDED = (
 
 def arranged(launch: Any, extras: Extras, device: torch.device) -> torch.Tensor:
     """What `HopperLaunch._arrange` makes on a GPU; of records without work only the head, -1, is set."""
-    from lazymax.backends.sm_90.launch import multiprocessors
+    from lazymax.backends.sm_90.launch import USUAL
     from lazymax.backends.sm_90.work import key_blocks
+    from lazymax.kernels.tma import multiprocessors
 
     p, tile = launch.problem, launch.tile
     if p.packed:
@@ -108,7 +109,7 @@ def arranged(launch: Any, extras: Extras, device: torch.device) -> torch.Tensor:
     groups = [range(head, min(head + together, p.q_heads)) for head in range(0, p.q_heads, together)]
     order = [(head, *record) for group in groups for record in work for head in group]
     tiles = p.q_tiles(tile.block_m) * p.q_heads
-    ctas = min(tiles, launch.ctas or multiprocessors(device))
+    ctas = min(tiles, launch.ctas or multiprocessors(USUAL, device))
     table = torch.full((-(-tiles // ctas), ctas, 8), -1, dtype=torch.int32)
     for place, record in enumerate(order):
         lap, cta = divmod(place, ctas)

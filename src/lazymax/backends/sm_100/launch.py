@@ -10,8 +10,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ...extras import NO_EXTRAS, Extras
 from ...kernels.launch import constant, positive_scale, start, view_strides
 from ...kernels.memory import View
+from ...kernels.tma import describe, multiprocessors, rebased
 from ...problem import Problem
-from ..sm_90.launch import describe, multiprocessors, rebased
 from .kernels.forward import Config, attention_forward
 from .rows import BlackwellTile
 
@@ -89,7 +89,7 @@ class BlackwellLaunch:
         tensors = (q, k, v, out)
         if self.strides is None or self.descriptors is None:
             tiles = p.q_tiles(self.tile.block_m) * p.q_heads
-            self.side_by_side = min(tiles, self.ctas or multiprocessors(q.device))
+            self.side_by_side = min(tiles, self.ctas or multiprocessors("sm_100", q.device))
             self.strides = tuple(view_strides(t) for t in tensors)
             self.descriptors = tuple(describe(t, 128, p.head_dim) for t in tensors)
         views = (View(t, *steps) for t, steps in zip(tensors, self.strides, strict=True))

@@ -7,14 +7,13 @@ from typing import Any, ClassVar
 
 import torch
 import triton
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ...arch import by_name
 from ...compat.tritons import release
 from ...extras import NO_EXTRAS, Extras
 from ...kernels.launch import LOG2E, constant, lengths_of, per_head, pieces, positive_scale, run, start, view_strides
 from ...kernels.memory import View
+from ...kernels.tma import describe, described, multiprocessors, rebased
 from ...problem import Problem, default_threshold
 from .kernels.forward import Config, Modifiers, attention_forward
 from .kernels.layouts import out_width, query_box, width
@@ -23,6 +22,7 @@ from .kernels.schedule import CHUNK, arrange
 from .rows import HopperTile
 from .work import TILE_COST, WHOLE, Division, cost, deal, first_heads, queries, splits_of
 
+USUAL = "sm_90"  # whose card's multiprocessors count where there is none
 LEAST_TAIL = 32  # columns: a swizzle of 64 bytes
 L2_BUDGET = 24 << 20  # bytes of K and V that heads worked on side by side may have; the L2 has 50 MB
 
@@ -93,35 +93,10 @@ def split_schedule(
     return table.to(device), torch.tensor([len(of) for of in by_block], dtype=torch.int32, device=device)
 
 
-def multiprocessors(device: torch.device | None = None) -> int:
-    """Of the GPU that will run it, by default the current one; without one, of the usual card."""
-    if device is None and torch.cuda.is_available():
-        device = torch.device("cuda")
-    if device is not None and device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).multi_processor_count)
-    return by_name("sm_90").multiprocessors
-
-
 def keeps_queries() -> bool:
     """Whether Q stays in registers. Triton 3.9.0 copies a left operand in registers before every product, so that Q
     takes them twice: 39 moves more in the loop at head dim 128, and 8 to 16 bytes of spills. 3.7 and 3.8 not tried."""
     return release(triton.__version__) < (3, 7)
-
-
-def describe(t: torch.Tensor, rows: int, cols: int) -> TensorDescriptor:
-    """Descriptor whose blocks are `rows` x `cols` of one head. Dimensions of size 1 get a stride that the hardware
-    accepts (it is never used)."""
-    strides = [stride if size > 1 else 64 for size, stride in zip(t.shape[:3], t.stride()[:3], strict=True)]
-    return TensorDescriptor(t, list(t.shape), [*strides, 1], [1, 1, rows, cols], _shared_layout(cols))
-
-
-def rebased(descriptor: TensorDescriptor, t: torch.Tensor) -> TensorDescriptor:
-    """The same of another tensor of that shape, strides and alignment, past the checks of the constructor: 0.4 us
-    instead of 3.6. A new object, for calls may come from several threads."""
-    copy = object.__new__(TensorDescriptor)
-    copy.__dict__.update(descriptor.__dict__)
-    copy.base = t
-    return copy
 
 
 def describe_rows(t: torch.Tensor, problem: Problem, config: Config, cols: int) -> TensorDescriptor:
@@ -131,13 +106,7 @@ def describe_rows(t: torch.Tensor, problem: Problem, config: Config, cols: int) 
         return describe(t, 64, cols)
     shape = [t.shape[0], problem.kv_heads, problem.group, *t.shape[2:]]
     steps = t.stride(0), t.stride(1) * problem.group, t.stride(1), t.stride(2)
-    strides = [step if size > 1 else 64 for size, step in zip(shape[:4], steps, strict=True)]
-    return TensorDescriptor(t, shape, [*strides, 1], query_box(config.HEADS.value, cols), _shared_layout(cols, 5))
-
-
-@functools.cache
-def _shared_layout(dim: int, rank: int = 4) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout(min(128, 2 * dim), 16, rank=rank)
+    return described(t, shape, steps, query_box(config.HEADS.value, cols))
 
 
 @dataclass(slots=True)
@@ -212,7 +181,7 @@ class HopperLaunch:
 
     def _schedule(self, device: torch.device) -> torch.Tensor:
         p, tile, packed = self.problem, self.tile, self.division.heads
-        ctas = self.ctas or multiprocessors(device)
+        ctas = self.ctas or multiprocessors(USUAL, device)
         if self.division.splits > 1:
             table, self.counts = split_schedule(p, tile, self.division, ctas, device)
             return table
@@ -226,7 +195,7 @@ class HopperLaunch:
         p, tile, config = self.problem, self.tile, self.config
         slots = p.q_tiles(tile.block_m)
         tiles = slots * p.q_heads
-        ctas = min(tiles, self.ctas or multiprocessors(device))
+        ctas = min(tiles, self.ctas or multiprocessors(USUAL, device))
         rounds = -(-tiles // ctas)
         table = torch.empty(rounds, ctas, 8, dtype=torch.int32, device=device)
         if device.type != "meta":

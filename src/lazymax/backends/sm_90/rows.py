@@ -125,6 +125,7 @@ class HopperTile(Tile):
         return None
 
     def prepare(self, problem: Problem, plan: "Plan") -> Any:
-        from .launch import HopperLaunch, multiprocessors
+        from ...kernels.tma import multiprocessors
+        from .launch import USUAL, HopperLaunch
 
-        return HopperLaunch.of_forward(problem, self, self.division(problem, multiprocessors()))
+        return HopperLaunch.of_forward(problem, self, self.division(problem, multiprocessors(USUAL)))
