@@ -1,16 +1,16 @@
 """The kernel of sm_100 in the Gluon simulator and through ptxas; runs in a `gluon_sim.Worker`, where Triton builds."""
 
-import re
 import subprocess
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+import schedules
 import torch
 import triton
 from hopper import CAUSAL, DTYPES, Call
-from simulators.gluon_sim import Options, activate, run_mutants
+from ptxas import assemble
+from simulators.gluon_sim import Options, activate
+from simulators.sm_100 import Loop, disassemble, hot_loops
 
 from lazymax import arch as arches
 from lazymax.backends import registry
@@ -69,28 +69,18 @@ def simulate(row: BlackwellTile, call: Call, dtype: str, options: Options) -> tu
 
 def seeds(row: BlackwellTile, dtype: str, of: list[int], calls: tuple[Call, ...] = CALLS) -> list[str]:
     """What went wrong; a seed has one of the calls."""
-    wrong = []
-    for seed in of:
-        call = calls[seed % len(calls)]
-        try:
-            ok, why = simulate(row, call, dtype, Options(target=row.when.archs[0], seed=seed))
-        except Exception as error:
-            ok, why = False, f"{type(error).__name__}: {error}"
-        if not ok:
-            wrong.append(f"seed {seed} {call}: {why}")
-    return wrong
+
+    def run(options: Options) -> tuple[bool, str]:
+        return simulate(row, calls[options.seed % len(calls)], dtype, options)
+
+    return schedules.failures(run, row.when.archs[0], of, calls)
 
 
 def mutants(row: BlackwellTile, of: list[int]) -> tuple[int, list[str]]:
     """(how many, what survived): every synchronisation of the kernel dropped or weakened once."""
-
-    def launch(options: Options) -> None:
-        for which in (0, 1, 2):
-            ok, why = simulate(row, CALLS[which], "bf16", options)
-            assert ok, why
-
-    outcomes = run_mutants(launch, Options(target="sm_100", insert_fences=False), of)
-    return len(outcomes), [str(outcome.mutant) for outcome in outcomes if not outcome.killed]
+    return schedules.survivors(
+        lambda options, which: simulate(row, CALLS[which], "bf16", options), "sm_100", of, (0, 1, 2)
+    )
 
 
 def assembled(row: BlackwellTile, dtype: str, rules: dict[str, Any]) -> dict[str, Any]:
@@ -98,18 +88,9 @@ def assembled(row: BlackwellTile, dtype: str, rules: dict[str, Any]) -> dict[str
     arch = arches.by_name(row.when.archs[0])
     problem = Problem.from_shape((4, 32, 8, 4096, 4096, row.head_dim), dtype, return_lse=True, **rules)
     kernel = compile_plan(problem, replace(plan(problem, arch), tile=row), arch)
-    knobs = triton.knobs.nvidia
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "kernel.ptx"
-        source.write_text(kernel.asm["ptx"])
-        level = [] if release(triton.__version__) < (3, 8) else ["--regAllocOptLevel=2"]  # as Triton calls it
-        command = [knobs.ptxas_blackwell.path, *level, "-v", f"--gpu-name={arch.id}a", str(source), "-o", f"{source}.o"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True)
-    text = said.stdout + said.stderr
-    spills = [int(a) + int(b) for a, b in re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text)]
-    assert spills, text
+    spills, _ = assemble(kernel.asm["ptx"], arch.id)
     return {
-        "spills": sum(spills),
+        "spills": spills,
         **spills_in_loops(kernel.asm["cubin"], arch.id),
         "shared": kernel.metadata.shared,
         "columns": kernel.metadata.tmem_size,
@@ -119,30 +100,17 @@ def assembled(row: BlackwellTile, dtype: str, rules: dict[str, Any]) -> dict[str
 
 
 def spills_in_loops(cubin: bytes, arch: str) -> dict[str, int]:
-    """Loads and stores of spilled registers in a loop over key blocks, at most: the innermost ones with products or
-    accesses of tensor memory, of the softmax those with exponentials."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin)
-        tool = triton.knobs.nvidia.nvdisasm.path
-        said = subprocess.run([tool, "-c", str(path)], capture_output=True, text=True)
-    if said.returncode:  # that of Triton 3.6 does not know sm_103
-        assert arch == "sm_103" and release(triton.__version__) < (3, 9), said.stderr
+    """Loads and stores of spilled registers in a loop over key blocks, at most: of the softmax, and of it, the
+    correction and the products."""
+    try:
+        loops = hot_loops(disassemble(cubin))
+    except subprocess.CalledProcessError as error:  # the nvdisasm of Triton 3.6 does not know sm_103
+        assert arch == "sm_103" and release(triton.__version__) < (3, 9), error.stderr
         return {"in_softmax": 0, "in_loops": 0}
-    lines = said.stdout.splitlines()
-    labels = {m.group(1): i for i, line in enumerate(lines) if (m := re.match(r"(\.L_x_\d+):", line))}
-    loops = []
-    for i, line in enumerate(lines):
-        branch = re.search(r"\bBRA.*`\((\.L_x_\d+)\)", line)
-        if branch and labels[branch.group(1)] <= i:
-            loops.append((labels[branch.group(1)], i))
-    inner = [(a, b) for a, b in loops if not any((c, d) != (a, b) and a <= c and d <= b for c, d in loops)]
-    bodies = ["\n".join(lines[a : b + 1]) for a, b in inner]
-    hot = [body for body in bodies if re.search(r"\b(LDTM|UTC\w*MMA)\b", body)]
-    softmax = [body for body in hot if "MUFU.EX2" in body]
-    assert len(softmax) >= 4 and len(hot) > len(softmax), f"{len(softmax)} of {len(hot)} loops are of the softmax"
+    softmax, others = loops["softmax"], loops["correction"] + loops["products"]
+    assert len(softmax) >= 4 and others, f"{len(softmax)} loops of the softmax, {len(others)} of others"
 
-    def spills(bodies: list[str]) -> int:
-        return max(len(re.findall(r"\b(?:STL|LDL)\b", body)) for body in bodies)
+    def spills(of: list[Loop]) -> int:
+        return max(loop.count("STL", "LDL") for loop in of)
 
-    return {"in_softmax": spills(softmax), "in_loops": spills(hot)}
+    return {"in_softmax": spills(softmax), "in_loops": spills(softmax + others)}

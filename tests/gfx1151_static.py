@@ -8,12 +8,12 @@ possible, LSE written, keys that never move the pivot. Emulated, not run on hard
 this Triton in the file.
 """
 
-import csv
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import price_table
 import torch
 import triton
 from emulated import ARCH, Emulated, rows_of
@@ -105,11 +105,6 @@ class Pricing:
         }  # fmt: skip
 
 
-def recorded() -> list[dict[str, str]]:
-    with FILE.open() as file:
-        return list(csv.DictReader(file))
-
-
 def main() -> None:
     pricing = Pricing()
     lines = []
@@ -119,11 +114,7 @@ def main() -> None:
         print(*(line[name] for name in ("triton", "table", "row", "head_dim", "dtype", "floor_tflops", "instructions",
               "valu", "global_loads_per_64_wmma", "vgprs", "spilled_vgprs", "scratch")), flush=True)  # fmt: skip
     if "--write" in sys.argv:
-        others = [line for line in recorded() if line["triton"] != triton.__version__] if FILE.exists() else []
-        with FILE.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(lines[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(sorted([*others, *lines], key=lambda line: line["triton"]))
+        price_table.write(FILE, lines)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,14 @@
 """The kernel of sm_90 in the Gluon simulator and through ptxas; runs in a `gluon_sim.Worker`, where Triton compiles."""
 
-import re
-import subprocess
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import schedules
 import torch
-import triton
 from hopper import CAUSAL, DIVIDED, DTYPES, Call, arranged, merged, rows
-from simulators.gluon_sim import Options, activate, run_mutants
+from ptxas import assemble
+from simulators.gluon_sim import Options, activate
 
 from lazymax import arch as arches
 from lazymax.backends.sm_90 import work
@@ -61,28 +58,17 @@ def simulate(index: int, which: int, dims: tuple[int, int], dtype: str, options:
 
 def seeds(index: int, dims: tuple[int, int], dtype: str, of: list[int]) -> list[str]:
     """What went wrong, one call after the other."""
-    wrong = []
-    for seed in of:
-        which = seed % len(CALLS)
-        try:
-            ok, why = simulate(index, which, dims, dtype, Options(target="sm_90", seed=seed))
-        except Exception as error:
-            ok, why = False, f"{type(error).__name__}: {error}"
-        if not ok:
-            wrong.append(f"seed {seed} {CALLS[which]}: {why}")
-    return wrong
+    return schedules.failures(
+        lambda options: simulate(index, options.seed % len(CALLS), dims, dtype, options), "sm_90", of, CALLS
+    )
 
 
 def mutants(index: int, dims: tuple[int, int], of: list[int]) -> tuple[int, list[str]]:
     """(how many, what survived): every synchronisation of the kernel dropped or weakened once."""
 
-    def launch(options: Options) -> None:
-        for which in (0, 1, 14, 15):
-            ok, why = simulate(index, which, dims, "bf16", options)
-            assert ok, why
-
-    outcomes = run_mutants(launch, Options(target="sm_90", insert_fences=False), of)
-    return len(outcomes), [str(outcome.mutant) for outcome in outcomes if not outcome.killed]
+    return schedules.survivors(
+        lambda options, which: simulate(index, which, dims, "bf16", options), "sm_90", of, (0, 1, 14, 15)
+    )
 
 
 def assembled(
@@ -93,16 +79,6 @@ def assembled(
     problem = Problem.from_shape((4, 32, 8, 4096, 4096, *dims), dtype, return_lse=True, **rules)
     with patch.object(type(row), "division", lambda *_: Division(*division)):
         kernel = compile_plan(problem, replace(plan(problem, ARCH), tile=row), ARCH)
-    old = tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 8)
-    knobs = triton.knobs.nvidia
-    tool = [knobs.ptxas.path] if old else [knobs.ptxas_blackwell.path, "--regAllocOptLevel=2"]  # as Triton calls it
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "kernel.ptx"
-        source.write_text(kernel.asm["ptx"])
-        command = [*tool, "-lineinfo", "-v", "--gpu-name=sm_90a", str(source), "-o", str(source.with_suffix(".o"))]
-        said = subprocess.run(command, capture_output=True, text=True, check=True)
-    text = said.stdout + said.stderr
-    spills = [int(a) + int(b) for a, b in re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text)]
-    advisories = [line for line in text.splitlines() if "C75" in line]
-    assert spills, text
-    return {"spills": sum(spills), "advisories": advisories, "wgmma": kernel.asm["ptx"].count("wgmma.mma_async")}
+    spills, lines = assemble(kernel.asm["ptx"], ARCH.id)
+    advisories = [line for line in lines if "C75" in line]
+    return {"spills": spills, "advisories": advisories, "wgmma": kernel.asm["ptx"].count("wgmma.mma_async")}

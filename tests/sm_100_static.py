@@ -8,12 +8,12 @@ it. `portable`: what would run without the backend's own kernel. Priced, not run
 rows of this Triton in the file.
 """
 
-import csv
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import price_table
 import triton
 from simulators import sm_100
 
@@ -145,11 +145,6 @@ def prices(keys: list[tuple[str, ...]]) -> list[dict[str, Any]]:
     return [price(entry) for entry in entries() if entry.key in keys]
 
 
-def recorded() -> list[dict[str, str]]:
-    with FILE.open() as file:
-        return list(csv.DictReader(file))
-
-
 SHOWN = ("triton", "table", "row", "head_dim", "band", "lse", "instructions", "mufu", "packed", "spills",
          "tensor_cycles", "mufu_cycles", "issue_cycles", "binds", "period", "fitted_share")  # fmt: skip
 
@@ -161,11 +156,7 @@ def main() -> None:
         lines.append(line)
         print(*(line[name] for name in SHOWN), flush=True)
     if "--write" in sys.argv:
-        others = [line for line in recorded() if line["triton"] != triton.__version__] if FILE.exists() else []
-        with FILE.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(lines[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(sorted([*others, *lines], key=lambda line: line["triton"]))
+        price_table.write(FILE, lines)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gfx1151_static import entries, recorded
+from gfx1151_static import FILE, entries
+from price_table import recorded
 from simulators.gfx1151 import EmulatorUnavailable
 from simulators.gfx1151.build import interpreter
 
@@ -52,7 +53,9 @@ def prices(wanted: set[tuple[str, ...]], builds: Path) -> list[dict[str, Any]]:
 
 
 def beside_the_table(lines: list[dict[str, Any]]) -> list[str]:
-    known = {(line["triton"], line["table"], line["row"], line["head_dim"], line["dtype"]): line for line in recorded()}
+    known = {
+        (line["triton"], line["table"], line["row"], line["head_dim"], line["dtype"]): line for line in recorded(FILE)
+    }
     wrong = []
     for line in lines:
         key = (line["triton"], line["table"], line["row"], str(line["head_dim"]), line["dtype"])
@@ -92,7 +95,7 @@ def test_every_row(builds: Path) -> None:
 
 
 def test_the_comparison_can_fail() -> None:
-    line: dict[str, Any] = {**recorded()[0]}
+    line: dict[str, Any] = {**recorded(FILE)[0]}
     numbers = {name: float(line[name]) for name in
                ("cycles_per_unit", "global_loads_per_64_wmma", "lds_cycles_per_64_wmma")}  # fmt: skip
     same = line | numbers | {"spilled_vgprs": int(line["spilled_vgprs"])}

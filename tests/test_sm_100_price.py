@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import sm_100_static
+from price_table import recorded
 from simulators import sm_100
 from simulators.sm_100 import Latencies, Products, Schedule
 from simulators.sm_100.streams import TENSOR_SHARE
-from sm_100_static import entries, recorded
+from sm_100_static import FILE, entries
 from turns import FLOOR
 
 DEARER = 1.01  # than the table
@@ -276,7 +277,7 @@ KEY = ("table", "row", "head_dim", "band", "lse")
 
 
 def beside_the_table(lines: list[dict[str, Any]]) -> list[str]:
-    known = {(line["triton"], *(line[name] for name in KEY)): line for line in recorded()}
+    known = {(line["triton"], *(line[name] for name in KEY)): line for line in recorded(FILE)}
     wrong = []
     for line in lines:
         key = (line["triton"], *(str(line[name]) for name in KEY))
@@ -297,7 +298,7 @@ HELD = ("instructions", "masked_instructions", "spills", "tensor_cycles", "share
 
 
 def test_the_comparison_can_fail() -> None:
-    line: dict[str, Any] = {**recorded()[0]}
+    line: dict[str, Any] = {**recorded(FILE)[0]}
     line |= {what: float(line[what]) if line[what] else "" for what in HELD}
     assert beside_the_table([line]) == []
     for what in HELD:
@@ -308,8 +309,8 @@ def test_the_comparison_can_fail() -> None:
 
 def test_what_the_table_shows() -> None:
     """The claims of benchmarks/README.md and docs/notes/sm_100.md, for every Triton."""
-    for triton in {line["triton"] for line in recorded()}:
-        lines = [line for line in recorded() if line["triton"] == triton]
+    for triton in {line["triton"] for line in recorded(FILE)}:
+        lines = [line for line in recorded(FILE) if line["triton"] == triton]
         for line in lines:
             if line["table"] == "rows":
                 wide = line["head_dim"] == "128"

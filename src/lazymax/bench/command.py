@@ -58,10 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"{CALLS}: processes that build and try the kernels beforehand, 0 for none; default: 8 on a GPU",
     )  # fmt: skip
     parser.add_argument(
-        "--graphs",
-        action="store_true",
+        "--graphs", action="store_true",
         help="replays of CUDA graphs instead of eager calls: the kernels without the host",
-    )
+    )  # fmt: skip
     parser.add_argument("--overhead", action="store_true", help="host time of an eager call instead; no shapes")
     parser.add_argument("--device", help="cuda or cuda:N; cpu must be asked for, and only tests this tool")
     parser.add_argument("--commit", help="to write into the files; default: git's")
@@ -116,18 +115,21 @@ def run(options: argparse.Namespace) -> int:
     return _overhead(options, dtypes, device) if options.overhead else _run(options, cases, dtypes, peers, device)
 
 
+def _other_work(options: argparse.Namespace) -> list[str]:
+    """Of the options, what times something else than shapes."""
+    return [f"--suite {name}" for name in options.suite if name in CALL_SUITES] + ["--overhead"] * options.overhead
+
+
 def _check_rows(options: argparse.Namespace) -> None:
-    others = [f"--suite {name}" for name in options.suite if name in CALL_SUITES]
-    others += ["--overhead"] if options.overhead else []
+    others = _other_work(options)
     if options.rows and others:
         raise ValueError(f"--rows: got {options.rows!r} with {others[0]}; it goes with --shape and suites of shapes")
 
 
 def _check_graphs(options: argparse.Namespace, device: torch.device) -> None:
-    calls = [name for name in options.suite if name in CALL_SUITES]
-    if options.graphs and (calls or options.overhead or device.type != "cuda"):
-        what = f"--suite {calls[0]}" if calls else "--overhead" if options.overhead else f"device {device}"
-        raise ValueError(f"--graphs: got {what}; it goes with --shape and suites of shapes, on a GPU")
+    others = _other_work(options) + [f"device {device}"] * (device.type != "cuda")
+    if options.graphs and others:
+        raise ValueError(f"--graphs: got {others[0]}; it goes with --shape and suites of shapes, on a GPU")
 
 
 def _check_plans(cases: Sequence[Case], dtypes: Sequence[torch.dtype], device: torch.device, impl: str) -> None:
