@@ -3,6 +3,7 @@
 import inspect
 import itertools
 import json
+import math
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -252,7 +253,6 @@ SAME = (
     Same("bf16 with an fp32 mask", call=dict(attn_mask=mask(19, 23, dtype=torch.float32)), dtype=torch.bfloat16),
     Same("mask with grouped heads", (1, 4, 2, 9, 11, 16), dict(enable_gqa=True, attn_mask=mask(9, 11))),
     Same("dropout 1", call=dict(dropout_p=1.0)),
-    Same("dropout above 1", call=dict(dropout_p=1.5), raises=True, math=True),
     Same("no batch", (0, 2, 2, 9, 11, 16)),
     Same("no heads", (2, 0, 0, 9, 11, 16)),
     Same("no queries", (2, 2, 2, 0, 11, 16)),
@@ -319,14 +319,12 @@ def test_scaled_dot_product_attention_answers_as_torch_does(case: Same, device: 
     assert budget.ok, str(budget)
 
 
-def test_dropout_below_0_raises(device: str) -> None:
-    """As by torch on a CPU; its CUDA kernels and its formula take it."""
+@pytest.mark.parametrize("dropout_p", [-0.1, 1.5, math.nan])
+def test_dropout_that_is_no_probability_raises(dropout_p: float, device: str) -> None:
+    """As by torch on a CPU; its CUDA kernels and its formula take some of it."""
     q, k, v = tensors(2, 2, 2, 9, 11, 16, device=device)
-    with pytest.raises(RuntimeError) as theirs:
-        F.scaled_dot_product_attention(q.cpu(), k.cpu(), v.cpu(), dropout_p=-0.1)
-    with pytest.raises(RuntimeError) as ours:
-        lazymax.scaled_dot_product_attention(q, k, v, dropout_p=-0.1)
-    assert type(ours.value) is type(theirs.value)
+    with pytest.raises(RuntimeError, match=f"dropout_p={dropout_p}"):
+        lazymax.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p)
 
 
 def answer_default(case: Same, device: str) -> torch.Tensor:
@@ -382,7 +380,6 @@ TORCHS = (
     Same("mixed dtypes", change=lambda q, k, v: (q, k, v.half())),
     Same("mask of integers", call=dict(attn_mask=mask(19, 23).long())),
     Same("mask of a wrong shape", call=dict(attn_mask=mask(19, 22))),
-    Same("dropout above 1", call=dict(dropout_p=1.5)),
     Same("scale is inf", call=dict(scale=float("inf"))),
     Same("grouped without enable_gqa", (1, 4, 2, 9, 11, 16)),
 )

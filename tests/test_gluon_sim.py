@@ -134,6 +134,16 @@ def test_partitions_need_a_barrier(kernel: str, worker: Worker) -> None:
             launch(worker, kernel, (1,), torch.zeros(128), False, seed=seed)
 
 
+def test_tma_over_what_was_read_needs_a_fence(worker: Worker) -> None:
+    """Where kernels read a tile through ordinary loads, the next one may overtake them: seen on an H200."""
+    src = torch.randint(-9, 9, (128, 64)).half()
+    given = "refilled", (1,), Box(src, (64, 64)), torch.zeros(64, 64).half()
+    (_, dst, _), _ = launch(worker, *given, True, insert_fences=False)
+    assert torch.equal(dst, src[:64] + src[64:])
+    with pytest.raises(gs.MissingFence, match="last used through the generic proxy: shared load"):
+        launch(worker, *given, False, insert_fences=False)
+
+
 def test_masked_tail_and_bounds(worker: Worker) -> None:
     src = torch.arange(200.0)
     args, _ = launch(worker, "add_one", (2,), src, torch.zeros(200), 200, 128, True)

@@ -37,7 +37,8 @@ def scaled_dot_product_attention(
     which also raises torch's own errors; `lazymax.explain` says which route a call takes.
 
     Raises:
-        RuntimeError: attn_mask beside is_causal, as torch documents, or key and value of different lengths.
+        RuntimeError: attn_mask beside is_causal, as torch documents, key and value of different lengths, or a dropout_p
+            that is no probability.
         whatever torch's function raises for a call that neither takes.
     """
     if attn_mask is not None and is_causal:
@@ -103,7 +104,11 @@ def _takes(q: Any, k: Any, v: Any, mask: Any, dropout_p: Any, is_causal: Any, sc
         return False
     if q.is_nested or k.is_nested or v.is_nested or not q.device == k.device == v.device:
         return False
-    if not 0.0 <= dropout_p <= 1.0 or (mask is not None and not _takes_mask(mask, q, k)):
+    if not 0.0 <= dropout_p <= 1.0:
+        raise RuntimeError(  # torch's CUDA kernels compute something (2.11), its CPU kernel refuses
+            f"scaled_dot_product_attention: got dropout_p={dropout_p}, expected a probability from 0 to 1"
+        )
+    if mask is not None and not _takes_mask(mask, q, k):
         return False
     q_shape, k_shape, v_shape = q.shape, k.shape, v.shape  # each look-up makes an object
     if not len(q_shape) == len(k_shape) == len(v_shape) >= 2:

@@ -35,7 +35,8 @@ class RaceError(SimError):
 
 
 class MissingFence(RaceError):
-    """A generic-proxy write to shared memory reaches an async-proxy access without `fence_async_shared`."""
+    """Between a generic-proxy access to shared memory and an async-proxy one, of which one writes, there is no
+    `fence_async_shared`. A read counts: barriers alone let TMA overwrite what loads under way still read."""
 
 
 class UninitialisedRead(SimError):

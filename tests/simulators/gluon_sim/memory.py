@@ -125,16 +125,10 @@ class Space:
             if self.races:
                 if not old.vis & know:
                     raise self._race(rec, old)
-                if (
-                    self.name == "shared"
-                    and rec.proxy == "async"
-                    and old.kind == "w"
-                    and old.proxy == "generic"
-                    and not old.fenced
-                ):
+                if self.name == "shared" and rec.proxy == "async" and old.proxy == "generic" and not old.fenced:
                     raise MissingFence(
                         f"missing fence_async_shared: {rec.what} on {rec.view.label} by {thread.name} uses the async "
-                        f"proxy, but the data was written through the generic proxy: {old}",
+                        f"proxy, but the memory was last used through the generic proxy: {old}",
                         rec.where,
                     )
             if not (kind == "w" and rec.fp.covers(old.fp)):

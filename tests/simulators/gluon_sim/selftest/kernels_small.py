@@ -8,6 +8,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.blackwell import (
     TensorMemoryLayout,
     allocate_tensor_memory,
+    fence_async_shared,
     mbarrier,
     tma,
 )
@@ -89,6 +90,27 @@ def tma_edge(src, dst, ROW: gl.constexpr):
     tma_load(src, [ROW, 0], bar, buf)
     mbarrier.wait(bar, 0)
     x = buf.load(layout)
+    r = gl.arange(0, 64, gl.SliceLayout(1, layout))
+    c = gl.arange(0, 64, gl.SliceLayout(0, layout))
+    gl.store(dst + r[:, None] * 64 + c[None, :], x)
+    mbarrier.invalidate(bar)
+
+
+@gluon.jit
+def refilled(src, dst, FENCE: gl.constexpr):
+    """By TMA what generic loads have just read."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    buf = gl.allocate_shared_memory(src.dtype, [64, 64], src.layout)
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=1)
+    x = gl.zeros([64, 64], src.dtype, layout)
+    for i in gl.static_range(2):
+        mbarrier.expect(bar, src.block_type.nbytes)
+        tma_load(src, [64 * i, 0], bar, buf)
+        mbarrier.wait(bar, i)
+        x += buf.load(layout)
+        if FENCE:
+            fence_async_shared()
     r = gl.arange(0, 64, gl.SliceLayout(1, layout))
     c = gl.arange(0, 64, gl.SliceLayout(0, layout))
     gl.store(dst + r[:, None] * 64 + c[None, :], x)

@@ -12,7 +12,13 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from . import assembly, bounds, guarded, layouts, producer, ring, softmax, store
 
@@ -152,6 +158,11 @@ def _open(q, shared, count, i, call, config, W: gl.constexpr):
         count = _skip(shared, count, i, call, config, W)
     ring.wait_full(shared, count, config)
     s = warpgroup_mma_wait(0, [_issue_scores(q, shared, ring.slot(count, config), config)])
+    if config.QUERY_REGISTERS:
+        # Not sooner: without this fence, and a product that had to have Q, TMA overtook the loads of it. A tile of one
+        # block with another tile behind it was wrong in 3 of 1,000 calls on an H200.
+        fence_async_shared()
+        mbarrier.arrive(shared.q_empty.index(ring.query_tile(i, config, W)), count=1)
     mbarrier.arrive(shared.empty.index(ring.slot(count, config)), count=1)
     span, _, skipped, _, _, row, key = bounds.visits(i, call, config, W)
     s = _settle(s, call, config)
@@ -253,8 +264,6 @@ def _consume(shared, call, config, W: gl.constexpr):
             mbarrier.wait(shared.q_full.index(place), ring.query_phase(i, config))
             # By itself, or ptxas keeps the descriptors of Q in some 20 vector registers.
             q = _queries(shared, assembly.here(place), config)
-            if config.QUERY_REGISTERS:
-                mbarrier.arrive(shared.q_empty.index(place), count=1)
             state = _open(q, shared, count, i, call, config, W)
             state = _visit(state, q, shared, i, call, config, W)
             if not config.QUERY_REGISTERS:
