@@ -246,6 +246,15 @@ def test_graphs_on_a_gpu(device):
     assert [row.status for row in found] == [OK, OK]
 
 
+def test_lazymax_compiled_and_as_a_graph(device):
+    names = ["lazymax", "lazymax:compiled", "lazymax:graph"]
+    clock = clock_for(torch.device(device))
+    found = measure(SQUARE, torch.bfloat16, candidates(",".join(names[1:])), clock, rounds=2, window_ms=1)
+    assert [row.candidate for row in found] == names
+    assert [row.status for row in found] == [OK, OK, OK if device == "cuda" else FAILED]
+    assert device == "cuda" or found[2].reason == "CUDA graphs are for GPUs"
+
+
 @pytest.mark.parametrize(("fault", "status"), [(garbage, WRONG), (broken, FAILED)])
 def test_a_fault_of_lazymax_fails_the_command(monkeypatch, capsys, fault, status):
     monkeypatch.setattr(command, "candidates", lambda against, impl: {LAZYMAX: fault, "sdpa": PEERS["sdpa"]})

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .peers import Ready
+from .peers import Ready, captured
 
 MAX_CALLS = 2000  # of one window; more only costs events
 FLUSH_BYTES = 256 << 20  # as triton.testing.do_bench: larger than any L2; also long enough to hide the host's work
@@ -42,18 +42,7 @@ class GpuClock:
 class GraphClock(GpuClock):
     """The same for replays of a CUDA graph of one call: no host time, be it ever so short."""
 
-    def captured(self, candidate: Ready) -> Ready:
-        """The candidate as a graph, whose `run` returns the graph's own output. Raises RuntimeError where a call cannot
-        be captured."""
-        graph = torch.cuda.CUDAGraph()
-        with candidate.context(), torch.cuda.graph(graph):
-            out = candidate.run()
-
-        def run() -> torch.Tensor:
-            graph.replay()
-            return out
-
-        return Ready(run)
+    captured = staticmethod(captured)
 
 
 class HostClock:

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,6 +50,39 @@ def lazymax(impl: str = "auto") -> Make:
         return Ready(run)
 
     return make
+
+
+def compiled(case: Case, problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Ready:
+    """lazymax under torch.compile, for the exact shape."""
+    torch.compiler.reset()  # else the shapes before this one use up its recompile limit
+    # Inductor wants a C++ compiler on a CPU, where this only tests the tool.
+    backend = "aot_eager" if q.device.type == "cpu" else "inductor"
+    call = partial(attention, causal=case.causal, window=case.window)
+    function = torch.compile(lambda q, k, v: call(q, k, v), fullgraph=True, dynamic=False, backend=backend)
+    return Ready(lambda: first(function(q, k, v)))
+
+
+def graph(case: Case, problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Ready:
+    """lazymax as a CUDA graph of one call."""
+    if q.device.type == "cpu":
+        raise LeftOut("CUDA graphs are for GPUs")
+    eager = lazymax()(case, problem, q, k, v)
+    eager.run()  # what is compiled and kept in a first call cannot be captured
+    return captured(eager)
+
+
+def captured(candidate: Ready) -> Ready:
+    """The candidate, which has run once, as a CUDA graph, whose `run` returns the graph's own output. Raises
+    RuntimeError where a call cannot be captured."""
+    graph = torch.cuda.CUDAGraph()
+    with candidate.context(), torch.cuda.graph(graph):
+        out = candidate.run()
+
+    def run() -> torch.Tensor:
+        graph.replay()
+        return out
+
+    return Ready(run)
 
 
 def sdpa(backend: str | None) -> Make:
@@ -150,6 +184,8 @@ def flash_attn_ready(
 
 
 PEERS: dict[str, Make] = {
+    f"{LAZYMAX}:compiled": compiled,
+    f"{LAZYMAX}:graph": graph,
     "sdpa": sdpa(None),
     "sdpa-cudnn": sdpa("CUDNN_ATTENTION"),
     "sdpa-flash": sdpa("FLASH_ATTENTION"),
