@@ -180,13 +180,40 @@ def test_every_tile_is_dealt_once_and_work_evenly(row: HopperTile, batch: int) -
     problem = Problem.from_shape((batch, heads, heads, tokens, tokens, row.width), "bf16", causal="top_left")
     launch = HopperLaunch.of_forward(problem, row)
     launch.ctas = 132
-    table = launch._schedule(torch.device("cpu"))
+    table, _ = launch._schedule(torch.device("cpu"))
     codes = table[table >= 0].tolist()
     blocks = -(-tokens // row.block_m)
     assert sorted(codes) == sorted(head << 16 | block for head in range(batch * heads) for block in range(blocks))
     costs = [work.cost(block * row.block_m, problem, row) + work.TILE_COST for block in range(blocks)] + [0.0]
     loads = [sum(costs[code & 0xFFFF] for code in cta if code >= 0) for cta in table.T.tolist()]
     assert max(loads) < 1.035 * sum(loads) / len(loads)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "rules", "found"),
+    [
+        (1000, 16, {}, 16),  # all at once
+        (2000, 16, {}, 16),
+        (1500, 16, {"causal": "top_left"}, -16),
+        (3000, 2, {"causal": "top_left", "window": (400, None)}, 0),  # the longest tiles are not the last
+        (16384, 16, {}, 3),  # K and V of three heads fit the L2
+        (200, 24, {"packed": True}, 3),  # of 24 heads over 3 the first of each group
+    ],
+)
+def test_the_first_lap_follows_a_rule(tokens: int, heads: int, rules: dict, found: int) -> None:
+    """The kernel's own, see `bounds._code`."""
+    from lazymax.backends.sm_90.launch import HopperLaunch
+
+    packed = rules.pop("packed", False)
+    problem = Problem.from_shape((1, heads, 3 if packed else heads, tokens, tokens, 128), "bf16", **rules)
+    launch = HopperLaunch.of_forward(problem, CHOSEN, work.Division(8 if packed else 1))
+    launch.ctas = 132
+    table, lap = launch._schedule(torch.device("cpu"))
+    assert lap == found
+    blocks = -(-tokens // (16 if packed else 128))
+    for cta, code in enumerate(table[0].tolist() if lap else []):
+        rank, head = divmod(cta, abs(lap))
+        assert code == head * (8 if packed else 1) << 16 | (rank if lap > 0 else blocks - 1 - rank)
 
 
 def test_tiles_of_192_rows_go_where_they_are_estimated_faster() -> None:

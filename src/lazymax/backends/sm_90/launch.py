@@ -30,8 +30,9 @@ L2_BUDGET = 24 << 20  # bytes of K and V that heads worked on side by side may h
 @functools.lru_cache(maxsize=64)
 def schedule(
     costs: tuple[float, ...], heads: range, side_by_side: int, ctas: int, device: torch.device
-) -> torch.Tensor:
-    """(rounds, CTAs) int32: the tile that each CTA takes in each round, head << 16 | row block, -1 for none.
+) -> tuple[torch.Tensor, int]:
+    """(rounds, CTAs) int32: the tile that each CTA takes in each round, head << 16 | row block, -1 for none; and the
+    `first_lap` of it.
 
     costs: key blocks of each row block. heads: of every tile the first. They go in groups of `side_by_side`, whose K
     and V stay in the L2; in a group the longest row blocks come first, each to the CTA with the least to do so far. The
@@ -51,7 +52,19 @@ def schedule(
         table = torch.nn.functional.pad(order, (0, rounds * ctas - len(order)), value=-1).view(rounds, ctas)
     else:
         table = _dealt([costs[code & 0xFFFF] + TILE_COST for code in order.tolist()], ctas, order, order.new_tensor(-1))
-    return table.to(device)
+    return table.to(device), first_lap(table[0], heads, side_by_side, len(costs))
+
+
+def first_lap(tiles: torch.Tensor, heads: range, side_by_side: int, blocks: int) -> int:
+    """How the kernel may compute the first tile of each CTA instead of looking it up: CTA n takes head n %
+    side_by_side of `heads`, and row block n / side_by_side, if positive; counted from the last, if negative. 0: the
+    schedule has another order."""
+    cta = torch.arange(len(tiles), dtype=torch.int32)
+    head, rank = cta % side_by_side * heads.step, cta // side_by_side
+    for sign, block in ((1, rank), (-1, blocks - 1 - rank)):
+        if torch.equal(tiles, head << 16 | block):
+            return sign * side_by_side
+    return 0
 
 
 def _enough(groups: tuple[torch.Tensor, ...], each: float, total: float) -> int:
@@ -179,16 +192,19 @@ class HopperLaunch:
         bytes_of_head = p.kv_len * (p.head_dim + p.v_head_dim) * 2 // p.group
         return max(1, min(heads, self.heads_together or heads, L2_BUDGET // max(1, bytes_of_head)))
 
-    def _schedule(self, device: torch.device) -> torch.Tensor:
+    def _schedule(self, device: torch.device) -> tuple[torch.Tensor, int]:
+        """The table and its `first_lap`."""
         p, tile, packed = self.problem, self.tile, self.division.heads
         ctas = self.ctas or multiprocessors(USUAL, device)
         if self.division.splits > 1:
             table, self.counts = split_schedule(p, tile, self.division, ctas, device)
-            return table
+            return table, 0
         costs = tuple(cost(row, p, tile, packed) for row in range(0, p.q_len, queries(tile, packed)))
         heads = first_heads(p, packed)
-        together = max(1, self._heads_together(p.batch * p.q_heads) // heads.step)
-        return schedule(costs, heads, together, min(len(costs) * len(heads), ctas), device)
+        tiles, together = len(costs) * len(heads), len(heads)
+        if tiles > ctas:
+            together = max(1, self._heads_together(p.batch * p.q_heads) // heads.step)
+        return schedule(costs, heads, together, min(tiles, ctas), device)
 
     def _arrange(self, extras: Extras, device: torch.device) -> torch.Tensor:
         """The schedule of a ragged problem, made on the device in every call."""
@@ -229,8 +245,8 @@ class HopperLaunch:
             self.strides, self.descriptors = tuple(view_strides(t) for t in tensors), self._describe(*tensors)
         numbers = self.numbers
         if numbers is None:
-            table = self._arrange(extras, q.device) if p.ragged else self._schedule(q.device)
-            self.side_by_side, numbers = table.shape[1], self._numbers(table)
+            table, lap = (self._arrange(extras, q.device), 0) if p.ragged else self._schedule(q.device)
+            self.side_by_side, numbers = table.shape[1], self._numbers(table, lap)
             if not p.ragged:  # the table of a ragged call is its own: calls may come from several threads
                 self.numbers = numbers
         views = [View(t, *steps) for t, steps in zip(tensors, self.strides, strict=True)]
@@ -238,12 +254,12 @@ class HopperLaunch:
         tiles = [of and rebased(of, t) for of, t in zip(self.descriptors, sources, strict=True)]
         return *views, lse, q.shape[2], *tiles, *numbers, self._modifiers(lse, extras), self.config
 
-    def _numbers(self, table: torch.Tensor) -> tuple[Any, ...]:
+    def _numbers(self, table: torch.Tensor, lap: int) -> tuple[Any, ...]:
         """The arguments from the schedule on, as far as they are the same in every call."""
         p = self.problem
         return (
-            table, table.shape[0], LOG2E if p.softcap else positive_scale(p), p.rescale_threshold, p.q_len, p.kv_len,
-            p.first_offset or 0, p.last_offset or 0, p.q_heads, p.group,
+            table, table.shape[0], lap, LOG2E if p.softcap else positive_scale(p), p.rescale_threshold, p.q_len,
+            p.kv_len, p.first_offset or 0, p.last_offset or 0, p.q_heads, p.group,
         )  # fmt: skip
 
     def _describe(

@@ -31,6 +31,25 @@ class Span(NamedTuple):
 
 
 @gluon.jit
+def _code(record, i, place, call, config):
+    """The entry of `launch.schedule`. The first is computed where it can be, for nothing starts before it is there, and
+    after other kernels the schedule is in no cache: 0.8 us of an H200."""
+    if (i == 0) & (call.first_lap != 0):
+        together = gl.abs(call.first_lap)
+        rank = place // together
+        head = place - rank * together
+        if config.HEADS > 1:
+            head *= call.group
+        if call.first_lap < 0:
+            ROWS: gl.constexpr = layouts.queries(config.HEADS) * config.WARPGROUPS
+            rank = (call.q_len - 1) // ROWS - rank
+        code = head << 16 | rank
+    else:
+        code = gl.load(record)
+    return code
+
+
+@gluon.jit
 def tile(i, call, config):
     """The i-th tile of this CTA."""
     place = i * gl.num_programs(0) + gl.program_id(0)
@@ -53,7 +72,9 @@ def tile(i, call, config):
         record = call.schedule + place
         if config.SPLIT:
             record = call.schedule + place * 4  # see `launch.split_schedule`
-        code = gl.load(record)
+            code = gl.load(record)
+        else:
+            code = _code(record, i, place, call, config)
         index = code >> 16  # of the head in the whole batch, negative where there is no tile
         batch = index // call.q_heads
         first_row = (code & 0xFFFF) * (layouts.queries(config.HEADS) * config.WARPGROUPS)

@@ -78,6 +78,7 @@ class Call(NamedTuple):
     k_tail: Any
     schedule: Any
     rounds: Any
+    first_lap: Any
     scale_log2: Any
     threshold: Any
     q_len: Any
@@ -272,11 +273,11 @@ def _consume(shared, call, config, W: gl.constexpr):
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["lse_rows", "rounds", "q_len", "kv_len", "first_offset", "last_offset", "q_heads",
-                              "group"])
+@gluon.jit(do_not_specialize=["lse_rows", "rounds", "first_lap", "q_len", "kv_len", "first_offset", "last_offset",
+                              "q_heads", "group"])
 def attention_forward(q, k, v, out, lse, lse_rows, q_tiles, k_tiles, v_tiles, out_tiles, q_tail, k_tail, schedule,
-                      rounds, scale_log2, threshold, q_len, kv_len, first_offset, last_offset, q_heads, group,
-                      modifiers, config):
+                      rounds, first_lap, scale_log2, threshold, q_len, kv_len, first_offset, last_offset, q_heads,
+                      group, modifiers, config):
     """out = softmax(scale * q @ k^T inside the band) @ v. Grid: (CTAs,), 4 warps and those of the other roles.
 
     q, out (B, Hq, Sq, D), k, v (B, Hkv, Sk, D): `memory.View`s, fp16 or bf16, used where TMA cannot be, and descriptors
@@ -284,13 +285,13 @@ def attention_forward(q, k, v, out, lse, lse_rows, q_tiles, k_tiles, v_tiles, ou
     from D_MAIN on, if there is a D_TAIL. v and out have D_V columns. lse: (B, Hq, lse_rows) fp32, contiguous. Under
     SPLIT out is fp32, without a descriptor, and B of out and lse is splits * B of q.
     schedule: (rounds, CTAs) tiles, see `launch.schedule`, or records, see `launch.split_schedule` and, for ragged
-    lengths, `schedule.py`.
+    lengths, `schedule.py`. first_lap: see `launch.first_lap`.
     scale_log2: |scale| * log2(e), not 0; log2(e) under a softcap. threshold: of the lazy rescale, log2 units. q_len,
     kv_len: unless ragged. Query i sees keys i + first_offset to i + last_offset, as far as the band has bounds. group:
     query heads per key head.
     """
     call = Call(q, k, v, out, lse, lse_rows, q_tiles, k_tiles, v_tiles, out_tiles, q_tail, k_tail, schedule, rounds,
-                scale_log2, threshold, q_len, kv_len, first_offset, last_offset, q_heads, group, modifiers)
+                first_lap, scale_log2, threshold, q_len, kv_len, first_offset, last_offset, q_heads, group, modifiers)
     # The first loads before the roles part: half a microsecond.
     span = bounds.tile(0, call, config)
     shared = ring.allocate(call, config)

@@ -8,20 +8,20 @@ from . import bounds, copies, layouts, ring
 
 
 @gluon.jit
-def _produce_queries(shared, call, span, i, config, FRESH: gl.constexpr):
-    for w in gl.static_range(config.WARPGROUPS):
-        place = ring.query_tile(i, config, w)
-        full = shared.q_full.index(place)
-        if not FRESH:
-            mbarrier.wait(shared.q_empty.index(place), ring.query_phase(i, config) ^ 1)
-        mbarrier.expect(full, 64 * (config.D_MAIN + config.D_TAIL) * 2)
-        row = span.q_row + bounds.own_row(span, config, w)
-        q_at = (span.slab, span.head, row)
-        if config.HEADS > 1:
-            q_at = (span.slab, span.head // call.group, 0, row)
-        copies.load(call.q_tiles, q_at + (0,), full, shared.q.index(place))
-        if config.D_TAIL > 0:
-            copies.load(call.q_tail, q_at + (config.D_MAIN,), full, shared.q_tail.index(place))
+def _produce_queries(shared, call, span, i, config, FRESH: gl.constexpr, W: gl.constexpr):
+    """Of consumer W."""
+    place = ring.query_tile(i, config, W)
+    full = shared.q_full.index(place)
+    if not FRESH:
+        mbarrier.wait(shared.q_empty.index(place), ring.query_phase(i, config) ^ 1)
+    mbarrier.expect(full, 64 * (config.D_MAIN + config.D_TAIL) * 2)
+    row = span.q_row + bounds.own_row(span, config, W)
+    q_at = (span.slab, span.head, row)
+    if config.HEADS > 1:
+        q_at = (span.slab, span.head // call.group, 0, row)
+    copies.load(call.q_tiles, q_at + (0,), full, shared.q.index(place))
+    if config.D_TAIL > 0:
+        copies.load(call.q_tail, q_at + (config.D_MAIN,), full, shared.q_tail.index(place))
 
 
 @gluon.jit
@@ -34,8 +34,9 @@ def _load_keys(shared, call, span, block, slot, full, config):
 
 @gluon.jit
 def produce_first(shared, call, span, i, count, config, FRESH: gl.constexpr):
-    """Q of the i-th tile and K of its first block, the `count`-th filling of the ring. FRESH: the first of all."""
-    _produce_queries(shared, call, span, i, config, FRESH)
+    """Q of the i-th tile and K of its first block, the `count`-th filling of the ring. FRESH: the first of all. What
+    consumer 0 needs comes first."""
+    _produce_queries(shared, call, span, i, config, FRESH, 0)
     _, stop = bounds.key_blocks(span, config)
     if not FRESH:
         ring.wait_empty(shared, count, config)
@@ -43,6 +44,8 @@ def produce_first(shared, call, span, i, count, config, FRESH: gl.constexpr):
     full = shared.full.index(slot)
     mbarrier.expect(full, config.BLOCK_N * (config.D_MAIN + config.D_TAIL) * 2)
     _load_keys(shared, call, span, stop - 1, slot, full, config)
+    for w in gl.static_range(1, config.WARPGROUPS):
+        _produce_queries(shared, call, span, i, config, FRESH, w)
 
 
 @gluon.jit
