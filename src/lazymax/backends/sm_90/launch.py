@@ -168,6 +168,7 @@ class HopperLaunch:
             SOFTCAP=p.softcap > 0,
             SINKS=p.sinks and not split,  # else they count once, in `merge`
             STORE_LSE=p.return_lse or split,
+            KEYS_FIRST=tile.keys_first,
             TURNS=tile.turns,
             # The sums raise a pivot lazily, whatever the threshold is; fp16 has not the range for it.
             BY_SUM=p.dtype == "bfloat16" and p.rescale_threshold == default_threshold(None),

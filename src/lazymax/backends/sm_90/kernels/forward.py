@@ -44,6 +44,7 @@ class Config(NamedTuple):
     SOFTCAP: Any
     SINKS: Any
     STORE_LSE: Any
+    KEYS_FIRST: Any  # the K of a slot is given back before the V
     TURNS: Any  # consumers take turns in issuing their products
     BY_SUM: Any  # pivots are raised by the sums, not by the maxima, see softmax.py
     SKIP: Any  # a consumer leaves out the blocks that none of its rows sees
@@ -147,6 +148,7 @@ def _skip(shared, count, i, call, config, W: gl.constexpr):
         if config.TURNS:  # of the visit after this one
             assembly.turn(True, W)
             assembly.turn(False, (W + 1) % config.WARPGROUPS)
+        ring.give_back_keys(shared, count, config)
         mbarrier.arrive(shared.empty.index(ring.slot(count, config)), count=1)
         count += 1
     return count
@@ -164,6 +166,7 @@ def _open(q, shared, count, i, call, config, W: gl.constexpr):
         # block with another tile behind it was wrong in 3 of 1,000 calls on an H200.
         fence_async_shared()
         mbarrier.arrive(shared.q_empty.index(ring.query_tile(i, config, W)), count=1)
+    ring.give_back_keys(shared, count, config)
     mbarrier.arrive(shared.empty.index(ring.slot(count, config)), count=1)
     span, _, skipped, _, _, row, key = bounds.visits(i, call, config, W)
     s = _settle(s, call, config)
@@ -199,7 +202,9 @@ def _visit(state, q, shared, i, call, config, W: gl.constexpr):
         acc_issued = _issue_values(p, acc, shared, slot, config)
         if config.TURNS:
             assembly.turn(False, (W + 1) % config.WARPGROUPS)
-        s = _settle(warpgroup_mma_wait(1, [s_issued]), call, config)
+        s = warpgroup_mma_wait(1, [s_issued])
+        ring.give_back_keys(shared, count, config)
+        s = _settle(s, call, config)
         alpha = factor
         if config.HAS_FIRST or config.HAS_LAST:
             if (visit < begin) | (visit >= end):
@@ -241,6 +246,7 @@ def _close(state, shared, i, call, config, W: gl.constexpr):
     factor, lse = softmax.finish(m, l, 1.0, call, span, config)
     tma.store_wait(0)
     acc = warpgroup_mma_wait(0, [acc_issued])
+    ring.give_back_keys(shared, count, config)
     mbarrier.arrive(shared.empty.index(slot), count=1)  # also the barrier between the wait and the next store
     if softmax.suspect(m, l, acc, inside, bounds.has_keys(span, query, config), shared.flags.index(W)) > 0:
         guarded.rewrite(i, call, config, W)

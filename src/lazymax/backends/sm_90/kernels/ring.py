@@ -26,6 +26,7 @@ class Shared(NamedTuple):
     q_empty: Any
     full: Any
     empty: Any
+    keys_empty: Any  # the K in it; see KEYS_FIRST
     flags: Any  # see `softmax.suspect`
 
 
@@ -44,6 +45,19 @@ def wait_full(shared, count, config):
 def wait_empty(shared, count, config):
     """Until the slot of the `count`-th filling of the ring is free."""
     mbarrier.wait(shared.empty.index(slot(count, config)), ((count // config.SLOTS) & 1) ^ 1)
+
+
+@gluon.jit
+def wait_keys_empty(shared, count, config):
+    """Until K may be written there."""
+    mbarrier.wait(shared.keys_empty.index(slot(count, config)), ((count // config.SLOTS) & 1) ^ 1)
+
+
+@gluon.jit
+def give_back_keys(shared, count, config):
+    """K has been read, in the `count`-th filling. Every consumer says so once in each filling, be there a K or not."""
+    if config.KEYS_FIRST:
+        mbarrier.arrive(shared.keys_empty.index(slot(count, config)), count=1)
 
 
 @gluon.jit
@@ -86,12 +100,17 @@ def allocate(call, config):
     q_empty = gl.allocate_shared_memory(gl.int64, [TILES, 1], L)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], L)
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], L)
+    keys_empty = empty
+    if config.KEYS_FIRST:
+        keys_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], L)
     for w in gl.static_range(TILES):
         mbarrier.init(q_full.index(w), count=1)
         mbarrier.init(q_empty.index(w), count=1)
     for i in gl.static_range(SLOTS):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=N)
+        if config.KEYS_FIRST:
+            mbarrier.init(keys_empty.index(i), count=N)
     fence_async_shared()
     flags = gl.allocate_shared_memory(gl.int32, [N, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return Shared(q, q_tail, out, k, k_tail, v, q_full, q_empty, full, empty, flags)
+    return Shared(q, q_tail, out, k, k_tail, v, q_full, q_empty, full, empty, keys_empty, flags)
