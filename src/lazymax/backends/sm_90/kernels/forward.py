@@ -2,8 +2,9 @@
 
 A persistent CTA is WARPGROUPS consumers with 64 query rows each (see `bounds.py`) and one producer warp. The producer
 streams K and V by TMA through a ring whose slots hold K of block j and V of block j - 1 (in the order of visits), so
-that a block costs one barrier in each direction (two back, where K is given back first). A consumer issues the product of Q with K of block j and of P with V
-of block j - 1 together, then runs the softmax of j while the second is on the tensor cores; P stays in registers.
+that a block costs one barrier in each direction (two back, where K is given back first). A consumer issues the product
+of Q with K of block j and of P with V of block j - 1 together, then runs the softmax of j while the second is on the
+tensor cores; P stays in registers.
 
 The maths is that of `kernels/softmax.py`; what is different is said where it is. Cycles: docs/notes/sm_90.md.
 """

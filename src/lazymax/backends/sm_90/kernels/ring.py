@@ -1,8 +1,8 @@
 """Shared memory and its barriers: the ring of K and V, the tiles of Q, and what is on its way out.
 
 A slot of the ring holds K of one block and V of the block visited before, so that a block costs one barrier in each
-direction. Under KEYS_FIRST its K has a barrier of its own on the way back: it has been read 1,000 cycles before V, which
-a ring of two slots does not have to give away.
+direction. Under KEYS_FIRST its K has a barrier of its own on the way back: it has been read 1,000 cycles before V, and
+with two slots a load that comes from beyond the L2 needs them.
 """
 
 from typing import Any, NamedTuple
