@@ -16,8 +16,8 @@ MAX_TILES = 2**22  # numbers of tiles, and rounds of CTAs, stay in 31 bits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlackwellTile(Tile):
-    """A row of `forward.py`, whose `Config` says what the rungs are. block_m is two Q tiles of 128 rows, block_n 128.
-    num_stages: slots of the ring of K and V. num_warps: of one role, not a choice."""
+    """A row of `forward.py`, whose `Config` says what the rungs are. block_m is two Q tiles of 128 rows, of 256 where a
+    pair of CTAs has it, block_n 128. num_stages: slots of the ring of K and V. num_warps: of one role, not a choice."""
 
     block_m: int = 256
     block_n: int = 128
@@ -35,6 +35,16 @@ class BlackwellTile(Tile):
     reads: int = 1
     branch: bool = True
     counter: bool = True  # tiles of unequal length are drawn from a counter, else dealt by a snake
+
+    @property
+    def pair(self) -> bool:
+        """Two CTAs work on a tile, each with half of K and V in its shared memory."""
+        return self.block_m == 512
+
+    @property
+    def ctas(self) -> int:
+        """Of a program."""
+        return 2 if self.pair else 1
 
     @property
     def name(self) -> str:
