@@ -42,7 +42,7 @@ class BlackwellLaunch:
         assert p.head_dim == p.v_head_dim == tile.head_dim and not p.ragged
         assert tile.s_buffers == 2 or (tile.s_buffers == 3 and tile.head_dim == 64 and tile.num_stages >= 3)
         assert tile.early in (64, 96, 128) and tile.early % tile.chunk == 0
-        assert not tile.pair or (p.first_offset, p.last_offset, tile.head_dim) == (None, None, 128)
+        assert not tile.pair or (p.first_offset, p.last_offset, tile.head_dim, tile.s_buffers) == (None, None, 128, 2)
         config = Config(
             ROWS=tile.block_m // 2,
             D=p.head_dim,
