@@ -50,12 +50,12 @@ CALLS = (
 )
 # For pairs of CTAs, full bands: tiles of 512 rows, several for every pair, and one block for every tile.
 PAIRED = (
-    Call((1, 3, 1, 560, 450), {}, "rising", "bshd"),
+    Call((1, 2, 1, 560, 420), {}, "rising", "bshd"),
     Call((1, 1, 1, 520, 300), {}, "lone"),
-    Call((1, 4, 2, 1030, 90)),
+    Call((1, 2, 1, 300, 200), {}, "huge"),
     Call((1, 1, 1, 530, 900), {}, "large", "padded"),
     Call((1, 1, 1, 130, 140), {}, "visible"),
-    Call((1, 2, 1, 300, 200), {}, "huge"),
+    Call((1, 4, 2, 600, 90)),
     Call((1, 2, 1, 520, 300), {"rescale_threshold": 0.0}, "rising"),
     Call((2, 1, 1, 390, 260), {"scale": -0.2}, "step"),
 )

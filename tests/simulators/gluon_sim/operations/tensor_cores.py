@@ -14,7 +14,7 @@ from ..barriers import MBarrier
 from ..errors import RaceError, SimError, Unsupported
 from ..interpreter import Env, Executable, steps, sync
 from ..machine import AsyncOp, Steps, Thread
-from ..mlir import Op, Type
+from ..mlir import Op
 from ..views import View
 from .asynchronous import complete, issue, wait_groups
 from .common import Fn, slots
@@ -93,11 +93,14 @@ def _waited(th: Thread, v: Pending) -> bool:
     return not any(g <= v.seq for g in th.wgmma.groups)
 
 
-def _commit(th: Thread, view: View, ty: Type, where: str) -> None:
-    """To the barrier; of a pair to that of each CTA, in any order, or to the one that both have."""
+def _commit(th: Thread, view: View, where: str) -> None:
+    """To the barrier; of a pair, whose first CTA commits for both, to that of each, in any order. (Gluon refuses
+    barriers that a pair has once.)"""
     if th.cta.rank:
-        return  # the first CTA commits for both
-    ctas = th.cta.ctas[:1] if ty.halved is None else th.cta.rng.sample(th.cta.ctas, len(th.cta.ctas))
+        return
+    ctas = th.cta.ctas
+    if len(ctas) > 1 and th.cta.rng.random() < 0.5:
+        ctas = ctas[::-1]
     for cta in ctas:
         _commit_to(th, cta.barrier(view), where)
 
@@ -128,7 +131,6 @@ def _tcgen05_mma(op: Op, exe: Executable) -> Fn:
     if NO_COMMIT in op.attrs:
         bars, preds = [], []
     adt, bdt, cdt = (seg[k][0].type.dtype for k in range(3))
-    types = [v.type for v in seg[6]]
     halves = tuple(seg[k][0].type.halved for k in range(3))
     pair = op.attrs.get("two_ctas", "false") != "false"
     if halves != ((0, 1, 0) if pair else (None, None, None)) or pair != (exe.module.ctas == 2):
@@ -154,9 +156,9 @@ def _tcgen05_mma(op: Op, exe: Executable) -> Fn:
 
         accesses = [("r", v) for v in (*va, *vb)] + [("w", v) for v in vd]
         issue(th.tcgen05, AsyncOp("tcgen05.mma", execute, th, op.loc), *accesses)
-        for s, p, ty in zip(bars, preds, types, strict=False):
+        for s, p in zip(bars, preds, strict=True):
             if env[p]:
-                _commit(th, env[s], ty, op.loc)
+                _commit(th, env[s], op.loc)
 
     return run
 
@@ -186,13 +188,13 @@ def _tmem_copy(op: Op, exe: Executable) -> Fn:
 
 @sync("ttng.tc_gen5_commit")
 def _tcgen05_commit(op: Op, exe: Executable) -> Fn:
-    a, ty = op.operands[0].slot, op.operands[0].type
+    a = op.operands[0].slot
     pred = op.operands[1].slot if len(op.operands) > 1 else None
     if len(op.operands) > 2:
         raise Unsupported("tcgen05.commit to CTAs that descriptors choose")
 
     def run(env: Env, th: Thread) -> None:
         if pred is None or env[pred]:
-            _commit(th, env[a], ty, op.loc)
+            _commit(th, env[a], op.loc)
 
     return run
