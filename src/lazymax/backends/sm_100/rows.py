@@ -59,8 +59,9 @@ class BlackwellTile(Tile):
         share = f"{self.software} of 16 exponentials on the FMA pipe" if self.software else "exponentials on the MUFU"
         pair = "two CTAs for a tile, " if self.pair else ""
         return (
-            f"{self.block_m} queries x {self.block_n} keys, {pair}a role for every group of warps, {self.s_buffers} buffers "
-            f"of scores, {self.num_stages} slots of K and V, {share}, rescale only where a row needs it"
+            f"{self.block_m} queries x {self.block_n} keys, {pair}a role for every group of warps, "
+            f"{self.s_buffers} buffers of scores, {self.num_stages} slots of K and V, {share}, "
+            "rescale only where a row needs it"
         )
 
     def refusal(self, problem: Problem, arch: Arch) -> str | None:

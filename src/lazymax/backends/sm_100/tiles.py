@@ -10,10 +10,10 @@ COMPILED = "compiled only, not run; 2026-11-29, Triton 3.6.0 and 3.9.0"
 SIMULATED = "simulated and compiled, not run; 2026-11-30, Triton 3.6.0 and 3.9.0"
 # With fewer programs the portable rows have tiles for twice as many multiprocessors.
 B200, B300 = (When(archs=(arch,), min_programs=0.5) for arch in ("sm_100", "sm_103"))
-PAIRS = (3, 9)  # the first Triton whose Gluon has products of a pair of CTAs that was tried; 3.7 and 3.8 were not
+PAIRS = (3, 9)  # the first Triton whose products of two CTAs were tried: 3.6 has none, 3.7 and 3.8 were not tried
 PAIR = (
-    "each key and value is in the shared memory of one of two CTAs: its port is 62% of the tensor time, where one CTA has "
-    "100%; not called tuned: no GPU has run it"
+    "each key and value is in the shared memory of one of two CTAs: its port takes 62% of the tensor time, where one "
+    "CTA for itself takes 100%; not called tuned: no GPU has run it"
 )
 SIMULATED_PAIR = "simulated and compiled, not run; 2026-11-30, Triton 3.9.0"
 FASTER_EXP2 = "as on sm_100, but sm_103 has twice the MUFU: no exponential on the FMA pipe"

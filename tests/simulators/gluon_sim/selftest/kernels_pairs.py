@@ -100,11 +100,15 @@ def two_products(q_desc, k_desc, v_desc, out, blocks, FAULT: gl.constexpr):
     p_full = _made(1, FAULT != 1)
     o_full = _made(1, False)
     fence_async_shared()
-    gl.warp_specialize([
-        (_conversion, (s, o, s_full, p_full, o_full, out, blocks, FAULT)),
-        (_products, (q, k, v, s, o, q_full, full, empty, s_full, p_full, o_full, blocks, FAULT)),
-        (_loads, (q_desc, k_desc, v_desc, q, k, v, q_full, full, empty, blocks, FAULT)),
-    ], [1, 1], [24, 24])
+    gl.warp_specialize(
+        [
+            (_conversion, (s, o, s_full, p_full, o_full, out, blocks, FAULT)),
+            (_products, (q, k, v, s, o, q_full, full, empty, s_full, p_full, o_full, blocks, FAULT)),
+            (_loads, (q_desc, k_desc, v_desc, q, k, v, q_full, full, empty, blocks, FAULT)),
+        ],
+        [1, 1],
+        [24, 24],
+    )
 
 
 @gluon.jit

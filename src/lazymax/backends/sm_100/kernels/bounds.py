@@ -53,8 +53,8 @@ def key_blocks(span, config):
 
 @gluon.jit
 def whole(row, first, stop, span, config):
-    """Of the visits to blocks stop - 1 down to first: [begin, end), where all rows of the Q tile, the first
-    is `row`, see all keys."""
+    """Of the visits to blocks stop - 1 down to first: [begin, end), where all rows of the Q tile, which begins at
+    `row`, see all keys."""
     inner_stop = span.kv_len
     if config.HAS_LAST:
         inner_stop = gl.minimum(inner_stop, gl.maximum(row + span.last_offset + 1, 0))

@@ -1,10 +1,10 @@
 """The forward for Blackwell, in Gluon: products in tensor memory, TMA, and a role for each group of warps.
 
 A persistent CTA works on two Q tiles of 128 rows at a time, a pair of CTAs (full bands, Triton 3.9) on two of 256, so
-that each key and value is in the shared memory of one of them. Roles: loads, products, stores (a warp each), a softmax for
-each Q tile and the correction (four warps each). Tensor memory, 512 columns: at head dim 128 S0 | S1 | O0 | O1, at 64
-three S that go round, O0 | O1. P lies in the lower half of its S. Every rung of the FlashAttention-4 ladder is a field
-of `Config`; docs/notes/sm_100.md walks it.
+that each key and value is in the shared memory of one of them. Roles: loads, products, stores (a warp each), a softmax
+for each Q tile and the correction (four warps each). Tensor memory, 512 columns: at head dim 128 S0 | S1 | O0 | O1, at
+64 three S that go round, O0 | O1. P lies in the lower half of its S. Every rung of the FlashAttention-4 ladder is a
+field of `Config`; docs/notes/sm_100.md walks it.
 """
 
 from typing import Any, NamedTuple

@@ -112,7 +112,8 @@ def rewrite_rows(span, row, keys, call, config):
     L: gl.constexpr = layouts.small(gl.num_ctas())
     kv_head = span.head // call.group
     bases = _slab(call.k, span.slab, kv_head, span.k_row), _slab(call.v, span.slab, kv_head, span.k_row)
-    query, head, q_inside = bounds.rows(span, row, gl.SliceLayout(1, layouts.small_operand(0, gl.num_ctas())), call, config)
+    A: gl.constexpr = layouts.small_operand(0, gl.num_ctas())
+    query, head, q_inside = bounds.rows(span, row, gl.SliceLayout(1, A), call, config)
     q_rows = rows_of(call.q, span.slab, span, query, head)
     query, head, inside = bounds.rows(span, row, gl.SliceLayout(1, L), call, config)
     out_rows = rows_of(call.out, span.out_slab, span, query, head)
