@@ -23,8 +23,8 @@ def _load_block(tiles, block, slot, phase, span, memory, bars, call, config):
     full = bars.full.index(slot)
     mbarrier.wait(bars.empty.index(slot), phase)
     mbarrier.expect(full, bounds.KEYS * config.D * 2 * 128 // config.ROWS)  # of this CTA
-    into = layouts.slot(memory.kv, slot, tiles.layout, config)
-    load(tiles, [span.slab, span.head // call.group, block * bounds.KEYS, 0], full, into)
+    load(tiles, [span.slab, span.head // call.group, block * bounds.KEYS, 0], full,
+         layouts.slot(memory.kv, slot, tiles, config))
     return rings.advance(slot, phase, config.SLOTS)
 
 

@@ -83,7 +83,7 @@ class Memory(NamedTuple):
     out: Any  # two tiles of O
     stats: Any  # a number for each row: factors, later sums, of Q tile 0; its pivots; the same of 1
     flags: Any  # of each Q tile: the correction stored its rows
-    found: Any  # of a pair: rows that are doubtful
+    found: Any  # of a pair: rows that are doubtful; else nothing of its own
     next: Any  # see schedule.py
     s: Any
     o: Any
@@ -130,7 +130,7 @@ def _allocate(call, config):
     out = gl.allocate_shared_memory(DTYPE, [2, 1, 1, ROWS, D], call.out_tiles.layout)
     stats = gl.allocate_shared_memory(gl.float32, [4, ROWS], layouts.numbers(ROWS, True))
     flags = gl.allocate_shared_memory(gl.int32, [2, 1], layouts.numbers(ROWS))
-    found = None
+    found = flags
     if ROWS == 256:
         found = gl.allocate_shared_memory(gl.int8, [ROWS], layouts.numbers(ROWS, True))
     drawn = gl.allocate_shared_memory(gl.int32, [2, 1], layouts.numbers(ROWS))

@@ -72,12 +72,12 @@ def own_rows(x):
 
 
 @gluon.jit
-def slot(kv, index, LAYOUT: gl.constexpr, config):
-    """Of the ring, which K and V share; those of a pair have halves of different shape."""
+def slot(kv, index, tiles, config):
+    """Of the ring, which K and V share, for what `tiles` describes; those of a pair have halves of different shape."""
     if config.ROWS == 128:
         return kv.index(index)
     else:
-        return kv.index(index).reinterpret(kv.dtype, [1, 1, 128, config.D], LAYOUT)
+        return kv.index(index).reinterpret(kv.dtype, [1, 1, 128, config.D], tiles.layout)
 
 
 @gluon.jit

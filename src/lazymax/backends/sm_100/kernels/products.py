@@ -25,7 +25,7 @@ def _scores(Q: gl.constexpr, slot, buffer, memory, bars, config):
 def _values(Q: gl.constexpr, slot, buffer, phase, more, memory, bars, call, config):
     """O += P V, or O = P V. The first EARLY columns of P may start before the rest is there. The contracted size of a
     product must be a power of two, so 96 are two."""
-    v = layouts.slot(memory.kv, slot, call.v_tiles.layout, config).reshape([128, config.D])
+    v = layouts.slot(memory.kv, slot, call.v_tiles, config).reshape([128, config.D])
     p = layouts.probabilities(rings.of_scores(memory.s, Q, buffer, config), call.out.ptr.dtype.element_ty)
     o = memory.o.index(Q)
     mbarrier.wait(rings.of_scores(bars.p_full, Q, buffer, config), phase)
