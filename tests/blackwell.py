@@ -22,7 +22,9 @@ from lazymax.dispatch import plan
 from lazymax.problem import Problem, output_strides
 from lazymax.testing import check_attention
 
+# Those of pairs of CTAs last.
 ROWS = [row for row in registry()["sm_100"].forward if isinstance(row, BlackwellTile)]
+ROWS.sort(key=lambda row: row.pair)
 # Each rung the other way, beside the row of its head dim.
 RUNGS: dict[str, dict[str, Any]] = {
     "exact, P at once": {"order": 0, "max3": False, "branch": False, "early": 128, "software": 0, "s_buffers": 2},
@@ -46,6 +48,17 @@ CALLS = (
     Call((1, 1, 1, 270, 500), {"window": (100, None), "window_align": "bottom_right"}, "cliff"),
     Call((1, 4, 2, 300, 90)),  # one block for every tile, fewer than the ring has slots
 )
+# For pairs of CTAs, full bands: tiles of 512 rows, several for every pair, and one block for every tile.
+PAIRED = (
+    Call((1, 2, 1, 560, 420), {}, "rising", "bshd"),
+    Call((1, 1, 1, 520, 300), {}, "lone"),
+    Call((1, 2, 1, 300, 200), {}, "huge"),
+    Call((1, 1, 1, 530, 900), {}, "large", "padded"),
+    Call((1, 1, 1, 130, 140), {}, "visible"),
+    Call((1, 4, 2, 600, 90)),
+    Call((1, 2, 1, 520, 300), {"rescale_threshold": 0.0}, "rising"),
+    Call((2, 1, 1, 390, 260), {"scale": -0.2}, "step"),
+)
 LONG = (
     Call((1, 3, 1, 520, 1300), CAUSAL, "rising"),
     Call((2, 2, 2, 390, 900), {"window": (300, 10), "window_align": "bottom_right"}, "large", "bshd"),
@@ -68,7 +81,8 @@ def simulate(row: BlackwellTile, call: Call, dtype: str, options: Options) -> tu
 
 
 def seeds(row: BlackwellTile, dtype: str, of: list[int], calls: tuple[Call, ...] = CALLS) -> list[str]:
-    """What went wrong; a seed has one of the calls."""
+    """What went wrong; a seed has one of the calls, which for a pair of CTAs are others."""
+    calls = PAIRED if row.pair else calls
 
     def run(options: Options) -> tuple[bool, str]:
         return simulate(row, calls[options.seed % len(calls)], dtype, options)
@@ -78,8 +92,9 @@ def seeds(row: BlackwellTile, dtype: str, of: list[int], calls: tuple[Call, ...]
 
 def mutants(row: BlackwellTile, of: list[int]) -> tuple[int, list[str]]:
     """(how many, what survived): every synchronisation of the kernel dropped or weakened once."""
+    calls = PAIRED if row.pair else CALLS
     return schedules.survivors(
-        lambda options, which: simulate(row, CALLS[which], "bf16", options), "sm_100", of, (0, 1, 2)
+        lambda options, which: simulate(row, calls[which], "bf16", options), "sm_100", of, (0, 1, 2)
     )
 
 
@@ -96,6 +111,7 @@ def assembled(row: BlackwellTile, dtype: str, rules: dict[str, Any]) -> dict[str
         "columns": kernel.metadata.tmem_size,
         "exponentials": kernel.asm["ptx"].count("ex2.approx"),
         "products": kernel.asm["ptx"].count("tcgen05.mma."),
+        "of_pairs": kernel.asm["ptx"].count("tcgen05.mma.cta_group::2."),
     }
 
 

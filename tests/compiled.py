@@ -50,6 +50,7 @@ def rows(name: str, archs: tuple[str, ...], everything: bool, turn: int | None =
             report = compiling.report(problem, chosen, arch)
             lines.append(report.as_dict() | {"half": problem.dtype != "float32"})
         own = [tile for tile in backend.forward if tile.when.archs is None or arch.id in tile.when.archs]
+        own = [tile for tile in own if tile.outdated(arch) is None]
         missed = [tile.name for tile in own if tile not in {key[0] for key in found} | executed]
         lines.append({"arch": arch.id, "missed": missed})
     return lines

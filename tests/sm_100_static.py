@@ -85,8 +85,12 @@ def entries() -> list[Entry]:
     table = registry()["sm_100"]
     own: list[Any] = [row for row in table.forward if type(row) is not Tile]
     for row in own:
+        if row.outdated(ARCH):
+            continue
         if ARCH.id in (row.when.archs or (ARCH.id,)):
-            found += [Entry("rows", row.name, row, row.head_dim, band, lse) for lse in ("no", "yes") for band in BANDS]
+            bands = ("full",) if row.pair else BANDS
+            found += [Entry("rows", row.name, row, row.head_dim, band, lse) for lse in ("no", "yes") for band in bands]
+        if ARCH.id in (row.when.archs or (ARCH.id,)) and not row.pair:
             found += [Entry("ladder", name, rung, row.head_dim, "full") for name, rung in ladder(row).items()]
     for head_dim in (64, 128):
         tile = next(row for row in table.forward if type(row) is Tile and (row.when.max_head_dim or 256) >= head_dim)
@@ -128,7 +132,8 @@ def price(entry: Entry) -> dict[str, Any]:
     code = sm_100.disassemble(built.asm["cubin"])
     misread = sm_100.differences(built.asm["ptx"], sm_100.read(code))
     assert not misread, f"{entry.key}: instructions in PTX and read from the machine code: {misread}"
-    work, kernel = sm_100.Products(entry.head_dim, tile.block_m, tile.block_n), sm_100.kernel(code)
+    ctas = getattr(tile, "ctas", 1)
+    work, kernel = sm_100.Products(entry.head_dim, tile.block_m // ctas, tile.block_n, ctas), sm_100.kernel(code)
     cost = sm_100.price(kernel, work)
     numbers = {name: round(value, 1) for name, value in asdict(cost).items()}
     return {

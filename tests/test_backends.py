@@ -132,7 +132,7 @@ def test_row_fits_the_kernel_and_the_gpu(row: Row) -> None:
     assert tile.block_m % 16 == 0
     for size in (16 if own else tile.block_m, tile.block_n, tile.num_warps):
         assert size & (size - 1) == 0 and size > 0, f"{size} is no power of two"
-    assert 16 <= tile.block_m <= 256
+    assert 16 <= tile.block_m // getattr(tile, "ctas", 1) <= 256
     assert 16 <= tile.block_n <= MAX_BLOCK_N
     assert 1 <= tile.num_stages <= 6
     for arch in archs_of(registry()[row.backend]):
@@ -190,8 +190,9 @@ def test_no_row_is_a_silent_copy_of_another_gpus() -> None:
 
 @pytest.mark.parametrize("name", list(registry()))
 def test_every_row_is_reachable(name: str) -> None:
-    """A row that no problem selects is a row that nothing tests."""
+    """A row that no problem selects is a row that nothing tests; of those that the installed Triton can build."""
     backend = registry()[name]
+    built = [i for i, tile in enumerate(backend.forward) if not all(map(tile.outdated, archs_of(backend)))]
     chosen = set()
     for arch in archs_of(backend):
         for dtype in KERNEL_DTYPES:
@@ -201,7 +202,7 @@ def test_every_row_is_reachable(name: str) -> None:
                         asked = Problem.from_shape((1, heads, heads, length, length, *dims), dtype, **rules)
                         for problem in (asked, replace_refusal(asked), masked(asked), replace_refusal(masked(asked))):
                             chosen.add(select_tile(backend, problem, arch)[0])
-    assert [row_id(Row(name, i)) for i, tile in enumerate(backend.forward) if tile not in chosen] == []
+    assert [row_id(Row(name, i)) for i in built if backend.forward[i] not in chosen] == []
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 import blackwell
 import pytest
 import torch
-from blackwell import CALLS, LONG, ROWS, RUNGS
+from blackwell import CALLS, LONG, PAIRED, ROWS, RUNGS
 from simulators.gluon_sim import Worker
 from turns import FLOOR, mine
 
@@ -31,9 +31,10 @@ def sim() -> Iterator[Worker]:
 @pytest.mark.parametrize("index", range(len(ROWS)), ids=NAMES)
 def test_rows_on_the_gpu(index: int, which: int, device: str) -> None:
     """For who has one."""
-    arch, row, call = arches.of(torch.device(device)), ROWS[index], (*CALLS, *LONG)[which]
-    if device != "cuda" or arch.id not in row.when.archs:
-        pytest.skip(f"needs {' or '.join(row.when.archs)}: this is {arch.id}")
+    arch, row = arches.of(torch.device(device)), ROWS[index]
+    call = (PAIRED * 2 if row.pair else (*CALLS, *LONG))[which]
+    if device != "cuda" or arch.id not in row.when.archs or row.outdated(arch):
+        pytest.skip(f"needs {' or '.join(row.when.archs)}: this is {arch.id}; {row.outdated(arch) or ''}")
     for dtype in (torch.bfloat16, torch.float16):
         (q, k, v), extras, problem = call.inputs((row.head_dim,) * 2, dtype, which, device)
         assert row.inability(problem, arch) is None, row.inability(problem, arch)
@@ -50,15 +51,27 @@ def test_rows_on_the_gpu(index: int, which: int, device: str) -> None:
 
 @pytest.mark.parametrize("index", range(len(ROWS)), ids=NAMES)
 def test_rows_in_the_simulator(index: int, sim: Worker) -> None:
-    """Every call on the oldest Triton, a third of them on the others; fewer where only the share of exp2 differs."""
+    """Every call on the oldest Triton, a third of them on the others; fewer where only the share of exp2 differs. Of
+    pairs of CTAs those that want the LSE, and one that does not."""
     row = ROWS[index]
+    if row.pair:
+        paired(row)
+        wrong = sim.call("blackwell:seeds", row, "bf16", [0, 1, 4, 5] if row.software else [2])
+        assert not wrong, "\n".join(wrong)
+        return
     of = list(range(index % 4, len(CALLS), (1 if FLOOR else 3) if row.software else 6))
     wrong = sim.call("blackwell:seeds", row, "bf16", of[::2]) + sim.call("blackwell:seeds", row, "fp16", of[1::2])
     assert not wrong, "\n".join(wrong)
 
 
+def paired(row: blackwell.BlackwellTile) -> None:
+    """Skips what the installed Triton cannot build."""
+    if why := row.outdated(arches.by_name(row.when.archs[0])):
+        pytest.skip(why)
+
+
 def with_rung(name: str, head_dim: int) -> blackwell.BlackwellTile:
-    row = next(row for row in ROWS if row.head_dim == head_dim)
+    row = next(row for row in ROWS if row.head_dim == head_dim and not row.pair)
     return replace(row, **RUNGS[name])
 
 
@@ -74,6 +87,7 @@ def test_rungs_in_the_simulator(name: str, sim: Worker) -> None:
 def check_build(row: blackwell.BlackwellTile, dtype: str, rules: dict[str, Any], sim: Worker) -> None:
     report = sim.call("blackwell:assembled", row, dtype, rules)
     assert report["products"] > 0 and report["columns"] == 512, f"{rules}: {report}"
+    assert report["of_pairs"] == (report["products"] if row.pair else 0), f"{rules}: {report}"
     assert report["shared"] <= arches.by_name(row.when.archs[0]).shared_memory, f"{rules}: {report}"
     assert report["in_softmax"] <= (2 if "window" in rules else 0), f"{rules}: {report}"
     assert report["in_loops"] <= 5, f"{rules}: {report}"
@@ -84,22 +98,26 @@ def check_build(row: blackwell.BlackwellTile, dtype: str, rules: dict[str, Any],
 def test_ptxas_has_little_to_say(index: int, sim: Worker) -> None:
     """The softmax spills nothing in its loops, but for a number or two with windows; what is per tile may spill a
     little. A row has a band on each Triton."""
-    for i, rules in enumerate(BANDS):
-        if ROWS[index].software and i % 2 == int(FLOOR):
-            check_build(ROWS[index], "bf16", rules, sim)
+    row = ROWS[index]
+    paired(row)
+    for i, rules in enumerate(BANDS[: 1 if row.pair else None]):
+        if row.software and i % 2 == int(FLOOR):
+            check_build(row, "bf16", rules, sim)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("index", range(len(ROWS)), ids=NAMES)
 def test_ptxas_has_little_to_say_of_any_build(index: int, sim: Worker) -> None:
+    paired(ROWS[index])
     for dtype in ("bf16", "fp16"):
-        for rules in BANDS:
+        for rules in BANDS[: 1 if ROWS[index].pair else None]:
             check_build(ROWS[index], dtype, rules, sim)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("index", range(len(ROWS)), ids=NAMES)
 def test_many_schedules(index: int, sim: Worker) -> None:
+    paired(ROWS[index])
     for dtype in ("bf16", "fp16"):
         wrong = sim.call("blackwell:seeds", ROWS[index], dtype, list(range(2 * len(CALLS))))
         wrong += sim.call("blackwell:seeds", ROWS[index], dtype, list(range(2 * len(LONG))), LONG)
@@ -117,6 +135,7 @@ def test_many_schedules_of_rungs(head_dim: int, name: str, sim: Worker) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("index", [i for i, row in enumerate(ROWS) if row.software], ids=str)
 def test_a_dropped_synchronisation_is_found(index: int, sim: Worker) -> None:
+    paired(ROWS[index])
     count, survived = sim.call("blackwell:mutants", ROWS[index], [0, 1, 4, 5])  # that want the LSE: one build
     assert count > 80 and len(survived) <= 0.05 * count, f"{len(survived)} of {count}: {survived}"
 
@@ -153,6 +172,29 @@ def test_each_arch_has_its_rows(arch: str, software: bool) -> None:
             chosen = plan(Problem.from_shape(shape, "fp16", **rules), arches.by_name(arch))
             assert isinstance(chosen.tile, blackwell.BlackwellTile) and bool(chosen.tile.software) is software
             assert chosen.level == "simulated and compiled, not run on hardware"
+
+
+def chosen_row(shape: tuple[int, ...], triton: str, arch: str = "sm_100", **rules: Any) -> blackwell.BlackwellTile:
+    tile = plan(Problem.from_shape(shape, "bf16", **rules), replace(arches.by_name(arch), triton=triton)).tile
+    assert isinstance(tile, blackwell.BlackwellTile)
+    return tile
+
+
+@pytest.mark.parametrize("arch", ["sm_100", "sm_103"])
+@pytest.mark.parametrize("triton, pair", [("3.6.0", False), ("3.8.0", False), ("3.9.0", True), ("3.10.0+git1", True)])
+def test_pairs_of_ctas_where_triton_has_them(triton: str, pair: bool, arch: str) -> None:
+    assert chosen_row(SHAPE, triton, arch).pair is pair
+    chosen = plan(Problem.from_shape(SHAPE, "bf16"), replace(arches.by_name(arch), triton=triton))
+    refused = [refusal for refusal in chosen.rejected if "512x128" in refusal.candidate]
+    assert any(f"for Triton 3.9 and newer, this is {triton}" in refusal.reason for refusal in refused) is not pair
+
+
+def test_pairs_of_ctas_are_for_full_bands_that_fill_them() -> None:
+    assert all(not chosen_row(SHAPE, "3.9.0", **rules).pair for rules in BANDS[1:])
+    assert not chosen_row((*SHAPE[:5], 64), "3.9.0").pair
+    assert not chosen_row((16, 32, 8, 700, 700, 128), "3.9.0").pair  # three tiles of 256
+    assert not chosen_row((1, 32, 8, 1024, 1024, 128), "3.9.0").pair  # 64 tiles of 512
+    assert chosen_row((4, 32, 8, 16 * 512 + 1, 1024, 128), "3.9.0").pair
 
 
 def test_the_first_tiles_of_a_launch() -> None:

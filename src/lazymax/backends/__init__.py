@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..arch import Arch
+from ..compat.tritons import release
 from ..problem import Problem
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ class Tile:
     max_registers: int | None = None  # per thread, so that more programs share a multiprocessor (NVIDIA only)
     descriptors: bool = False  # q, k and v through tensor descriptors (TMA)
     rescale: str = "select"  # form of the lazy rescale: "select" or "branch", see kernels/softmax.py
+    since: tuple[int, ...] = ()  # the first Triton that can build it, of those that are supported
     when: When = field(default_factory=When)
     tuned: bool = False  # chosen by measurement or search on this GPU: may not spill
     reason: str  # why these numbers
@@ -111,8 +113,16 @@ class Tile:
 
         return ForwardLaunch.prepare(problem, plan)
 
+    def outdated(self, arch: Arch) -> str | None:
+        """Why the Triton at hand cannot build the row, or None."""
+        if self.since and release(arch.triton or "0") < self.since:
+            return f"for Triton {'.'.join(map(str, self.since))} and newer, this is {arch.triton or 'none'}"
+        return None
+
     def refusal(self, problem: Problem, arch: Arch) -> str | None:
         """Why this row cannot take the problem on this GPU, or None."""
+        if outdated := self.outdated(arch):
+            return outdated
         if problem.slots(self.block_m) > MAX_Q_TILES:
             rows = problem.packed[0] if problem.packed else problem.q_len
             return f"takes {MAX_Q_TILES * self.block_m} queries at most, got {rows}"

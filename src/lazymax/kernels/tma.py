@@ -9,17 +9,21 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..arch import by_name
 
 
-def described(t: torch.Tensor, shape: Sequence[int], steps: Sequence[int], box: Sequence[int]) -> TensorDescriptor:
+def described(
+    t: torch.Tensor, shape: Sequence[int], steps: Sequence[int], box: Sequence[int], halved: int | None = None
+) -> TensorDescriptor:
     """Descriptor of a view of t with blocks `box`. steps: strides of all dimensions but the last, whose stride is 1;
-    those of size 1 get one that the hardware accepts (it is never used)."""
+    those of size 1 get one that the hardware accepts (it is never used). halved: the dimension of a block of which each
+    CTA of a pair has half."""
     strides = [step if size > 1 else 64 for size, step in zip(shape[:-1], steps, strict=True)]
-    layout = gl.NVMMASharedLayout(min(128, 2 * box[-1]), 16, rank=len(shape))
+    pair = {} if halved is None else {"cga_layout": [[int(dim == halved) for dim in range(len(shape))]]}
+    layout = gl.NVMMASharedLayout(min(128, 2 * box[-1]), 16, rank=len(shape), **pair)
     return TensorDescriptor(t, list(shape), [*strides, 1], list(box), layout)
 
 
-def describe(t: torch.Tensor, rows: int, cols: int) -> TensorDescriptor:
+def describe(t: torch.Tensor, rows: int, cols: int, halved: int | None = None) -> TensorDescriptor:
     """With blocks of `rows` x `cols` of one head."""
-    return described(t, t.shape, t.stride()[:3], (1, 1, rows, cols))
+    return described(t, t.shape, t.stride()[:3], (1, 1, rows, cols), halved)
 
 
 def rebased(descriptor: TensorDescriptor, t: torch.Tensor) -> TensorDescriptor:

@@ -69,7 +69,7 @@ def simulate(kernel: Any, grid: Any, *args: Any, options: Options | None = None,
     if callable(grid):
         grid = grid(bound.bound_args)
     x, y, z = (*(int(g) for g in grid), 1, 1)[:3]
-    gmem = GlobalMemory(races=opt.global_races and x * y * z > 1)
+    gmem = GlobalMemory(races=opt.global_races and x * y * z * program.module.ctas > 1)
     types = [a.type for a in program.module.entry.regions[0].blocks[0].args]
     stats = Stats()
     try:
@@ -98,13 +98,17 @@ def _run(exe: Executable, dims: Dims, values: list[Any], gmem: GlobalMemory, opt
         ids = [i for i in ids if opt.programs(i)]
     with np.errstate(all="ignore"):
         for at in range(0, len(ids), opt.resident):
-            ctas = [
-                Cta(i, dims, gmem, rng, stats, smem_bytes=limit, races=opt.races) for i in ids[at : at + opt.resident]
-            ]
+            now = ids[at : at + opt.resident]
+            ctas = []
+            for i in now:
+                first = None
+                for _ in range(exe.module.ctas):
+                    ctas.append(Cta(i, dims, gmem, rng, stats, smem_bytes=limit, races=opt.races, first=first))
+                    first = ctas[-1].ctas[0]
             for cta in ctas:
                 exe.start(cta, values)
             run_ctas(ctas, rng, opt.max_steps)
-            stats.programs += len(ctas)
+            stats.programs += len(now)
             stats.shared_bytes = max([stats.shared_bytes] + [c.smem.peak for c in ctas])
             stats.tmem_columns = max([stats.tmem_columns] + [c.tmem.peak // TMEM_COLUMN_BYTES for c in ctas])
 

@@ -39,10 +39,11 @@ def _value(name: str, x: Any, ty: Type, gmem: GlobalMemory) -> Any:
             address=gmem.address_of(x.base, name),
             shape=tuple(int(s) for s in x.shape),
             strides=tuple(int(s) for s in x.strides),
-            box=tuple(int(b) for b in x.block_shape),
+            box=tuple(int(b) for b in x.block_shape) if ty.halved is None else ty.shape,
             dt=ty.dtype,
             fill=float("nan") if x.padding == "nan" else 0.0,
             name=name,
+            halved=ty.halved,
         )
         desc.check()
         return desc

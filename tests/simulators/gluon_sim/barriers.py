@@ -64,10 +64,10 @@ class MBarrier:
 
 
 class NamedBarrier:
-    """A hardware named barrier (`bar.sync` / `bar.arrive` in inline assembly)."""
+    """A hardware named barrier (`bar.sync` / `bar.arrive` in inline assembly), or the one of a pair of CTAs."""
 
-    def __init__(self, cta: Cta, ident: int) -> None:
-        self.label = f"named barrier {ident}"
+    def __init__(self, cta: Cta, label: str) -> None:
+        self.label = label
         self.arrived, self.generation = 0, 0
         self.expected: int | None = None
         self.pend_bit, self.done_bit = cta.new_bit(), cta.new_bit()

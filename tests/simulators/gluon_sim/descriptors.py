@@ -23,6 +23,11 @@ class TensorDesc:
     dt: DType
     fill: float
     name: str
+    halved: int | None = None  # the dimension of which `box` is half: of a pair of CTAs each copies its own
+
+    def of(self, th: Thread, coords: tuple[int, ...]) -> tuple[int, ...]:
+        """Where the box of a CTA begins, from where that of the pair does."""
+        return tuple(at + (th.cta.rank * self.box[dim] if dim == self.halved else 0) for dim, at in enumerate(coords))
 
     def addresses(self, coords: tuple[int, ...]) -> tuple[Any, Any]:
         """Addresses of one box and the mask of elements inside the tensor."""

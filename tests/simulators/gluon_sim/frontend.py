@@ -20,6 +20,7 @@ from .errors import SimError, Unsupported
 from .mlir import Module
 from .reader import parse_module
 
+PAIRS = hasattr(nvidia.passes.ttgpuir, "add_membar")  # of CTAs: from Triton 3.9 on
 PTX_VERSION = 88  # the allocation pass wants one; nothing that is simulated depends on it
 
 
@@ -82,8 +83,9 @@ def lower_call(
     binder = create_function_from_signature(fn.signature, fn.params, backend)
     bound, spec, _ = binder(*args, **kwargs)
     options, signature, constexprs, attrs = fn._pack_args(backend, kwargs, bound, spec, None)
-    if options.num_ctas != 1:
-        raise Unsupported(f"clusters: {fn.__name__} is launched with num_ctas={options.num_ctas}")
+    pair = options.num_ctas == 2 and physical_alloc and TARGETS[target].capability // 10 == 10 and PAIRS
+    if options.num_ctas != 1 and not pair:
+        raise Unsupported(f"clusters: {fn.__name__} is launched with num_ctas={options.num_ctas} for {target}")
     key = (fn, target, repr(spec), repr(constexprs), repr(options), physical_alloc, insert_fences)
     if key not in _cache:
         source = GluonASTSource(fn, signature, constexprs, attrs)
@@ -104,15 +106,17 @@ def _lower(
     if not mod.verify():
         raise SimError(f"{name}: Triton's verifier rejected the kernel (its message is on stderr)")
     mod = backend.gluon_to_ttgir(mod, {}, options, gpu.arch)
-    _late_passes(mod, gpu.arch, physical_alloc, insert_fences)
+    _late_passes(mod, gpu.arch, physical_alloc, insert_fences, options.num_ctas)
     pretty = str(mod.str_nodebug())
     shared = mod.get_int_attr("ttg.shared") if physical_alloc else None
     tmem = mod.get_int_attr("ttg.tensor_memory_size") if physical_alloc else None
-    return Program(name, parse_module(_generic_text(mod, context)), pretty, options.num_warps, shared, tmem)
+    module = parse_module(_generic_text(mod, context), options.num_ctas)
+    return Program(name, module, pretty, options.num_warps, shared, tmem)
 
 
-def _late_passes(mod: Any, capability: int, physical_alloc: bool, insert_fences: bool) -> None:
-    """The allocation and proxy-fence passes that the real pipeline runs before LLVM."""
+def _late_passes(mod: Any, capability: int, physical_alloc: bool, insert_fences: bool, ctas: int) -> None:
+    """The allocation and proxy-fence passes that the real pipeline runs before LLVM; for pairs of CTAs also the one
+    that puts barriers between them after their mbarriers are made and before they end."""
     pm = ir.pass_manager(mod.context)
     if physical_alloc:
         passes.ttgpuir.add_allocate_warp_groups(pm)
@@ -120,6 +124,8 @@ def _late_passes(mod: Any, capability: int, physical_alloc: bool, insert_fences:
         nvidia.passes.ttnvgpuir.add_allocate_tensor_memory(pm)
     if insert_fences and physical_alloc:  # from Triton 3.9 on the pass needs the addresses
         nvidia.passes.ttnvgpuir.add_proxy_fence_insertion(pm, capability)
+    if ctas == 2:
+        nvidia.passes.ttgpuir.add_membar(pm, capability, PTX_VERSION)
     pm.run(mod, "gluon_sim")
 
 

@@ -83,6 +83,8 @@ def shared_rank(enc: str, rank: int) -> int:
     if name == "ttg.swizzled_shared":
         return min(len(p["order"]), rank)
     if name == "ttg.nvmma_shared":
+        if p.get("CGALayout"):
+            return len(p["CGALayout"][0])
         return min(rank, max(int(p.get("rank", 2)), 1))
     if name == "ttg.shared_linear":
         return len(p["offset"][0])
@@ -150,8 +152,6 @@ def tmem_offsets(enc: str, shape: tuple[int, ...], bits: int) -> tuple[Offsets, 
     name, p = parse_attr(enc)
     if name != "ttng.tensor_memory_encoding":
         raise Unsupported(f"tensor memory layout {enc}")
-    if p.get("twoCTAs"):
-        raise Unsupported("two-CTA tensor memory")
     bm = int(p["blockM"])
     bn = min(int(p["blockN"]), shape[1])
     step = max(1, bits // 8) * int(p.get("colStride", 1))

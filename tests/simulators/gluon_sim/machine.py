@@ -5,7 +5,8 @@ a barrier) owns one bit; a remembered access carries the set of agents that are 
 an object adds the object's bit to everything the releaser sees; acquiring adds the acquirer's bit to everything the
 object has. A conflicting access by an agent whose bit is missing is a race, whatever the schedule happened to be.
 
-The warps of a partition are one thread: the compiler puts the barriers between them. Not modelled: clusters, time.
+The warps of a partition are one thread: the compiler puts the barriers between them. The two CTAs of a pair share the
+bits, so that accesses of one to the memory of the other are ordered too. Not modelled: larger clusters, time.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ class _Annotate:
                 exc.where = self.where
             if not exc.context:
                 exc.context.append(
-                    f"in {self.thread.name}, program {self.thread.cta.pid}" + (f", {self.note}" if self.note else "")
+                    f"in {self.thread.name}, {self.thread.cta.title}" + (f", {self.note}" if self.note else "")
                 )
 
 
@@ -142,7 +143,7 @@ class Stats:
 
 
 class Cta:
-    """One program instance."""
+    """One program instance, or one CTA of a pair that is one. `ctas`: those of the program, itself too."""
 
     def __init__(
         self,
@@ -154,14 +155,21 @@ class Cta:
         *,
         smem_bytes: int,
         races: bool,
+        first: Cta | None = None,
     ) -> None:
         self._bits = 0
+        self.ctas: list[Cta] = first.ctas if first else []
+        self.rank = len(self.ctas)
+        self.ctas.append(self)
         self.pid, self.grid = pid, grid
-        self.linear = (pid[2] * grid[1] + pid[1]) * grid[0] + pid[0]
+        # Of a pair, each CTA owns what it writes.
+        self.linear = (self.rank * grid[2] + pid[2]) * grid[1] * grid[0] + pid[1] * grid[0] + pid[0]
         self.gmem, self.rng, self.stats = gmem, rng, stats
         self.smem = Space("shared", smem_bytes, races)
         self.tmem = Space("tensor", TMEM_COLUMNS * TMEM_COLUMN_BYTES, races)
-        self.spaces = (self.smem, self.tmem)
+        self.spaces: list[Space] = first.spaces if first else []  # of the pair
+        self.spaces += [self.smem, self.tmem]
+        self.cluster: NamedBarrier = first.cluster if first else NamedBarrier(self, "cluster barrier")
         self.barriers: dict[int, MBarrier] = {}
         self.named: dict[int, NamedBarrier] = {}
         self.threads: list[Thread] = []
@@ -170,9 +178,14 @@ class Cta:
         self.writes = Unordered(self, "global writes of TMA stores")
         self.allocs = 0
 
+    @property
+    def title(self) -> str:
+        return f"program {self.pid}" + (f" CTA {self.rank}" if len(self.ctas) > 1 else "")
+
     def new_bit(self) -> int:
-        self._bits += 1
-        return 1 << (self._bits - 1)
+        first = self.ctas[0]
+        first._bits += 1
+        return 1 << (first._bits - 1)
 
     # ---- ordering
 
@@ -209,16 +222,16 @@ class Cta:
 
     def named_barrier(self, ident: int) -> NamedBarrier:
         if ident not in self.named:
-            self.named[ident] = NamedBarrier(self, ident)
+            self.named[ident] = NamedBarrier(self, f"named barrier {ident}")
         return self.named[ident]
 
     # ---- end of program
 
     def check_exit(self) -> None:
         observers = 0
-        for t in self.threads:
+        for t in (t for cta in self.ctas for t in cta.threads):
             observers |= t.bit
-        for space in self.spaces:
+        for space in (self.smem, self.tmem):
             if not space.races:
                 continue
             for rec in space.records:

@@ -22,6 +22,7 @@ class Type:
     elem: str = ""  # element type spelling; for pointers '!tt.ptr<...>'
     enc: str = ""  # encoding with aliases expanded
     space: str = ""  # smem or tmem for memdesc
+    halved: int | None = None  # the dimension of which a CTA of a pair has half, see pairs.py; `shape` is what it has
 
     @property
     def dtype(self) -> DType:
@@ -99,6 +100,7 @@ class Module:
     funcs: dict[str, Op]
     n_slots: int
     files: dict[str, str]  # basename -> path of each source file
+    ctas: int = 1  # of a program
 
     @property
     def entry(self) -> Op:

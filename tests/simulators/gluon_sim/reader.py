@@ -6,6 +6,7 @@ import re
 
 from .errors import Unsupported
 from .mlir import CLOSE, OPEN, STRUCTURE, Block, Module, Op, Region, Type, Value, parse_type
+from .pairs import local
 
 _TYPE_HEAD = re.compile(r"!?[\w.$]+")
 
@@ -13,8 +14,9 @@ _TYPE_HEAD = re.compile(r"!?[\w.$]+")
 class _Reader:
     """A position in the text, and what it has defined so far."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, ctas: int) -> None:
         self.text = text
+        self.ctas = ctas
         self.at = 0
         self.aliases: dict[str, str] = dict(re.findall(r"^([#!][\w]+) = (.*)$", text, re.M))
         self.scopes: list[dict[str, list[Value]]] = [{}]
@@ -80,7 +82,8 @@ class _Reader:
             self.at += 1
         text = self.text[start : self.at]
         if text not in self.types:
-            self.types[text] = parse_type(self.expand(text))
+            whole = parse_type(self.expand(text))
+            self.types[text] = local(whole) if self.ctas == 2 else whole
         return self.types[text]
 
     def expand(self, text: str) -> str:
@@ -235,9 +238,9 @@ class _Reader:
         return reg
 
 
-def parse_module(text: str) -> Module:
-    """Parse a module printed in generic form."""
-    p = _Reader(text)
+def parse_module(text: str, ctas: int = 1) -> Module:
+    """Parse a module printed in generic form. ctas: of a program; types are those of one."""
+    p = _Reader(text, ctas)
     p.at = text.index('"builtin.module"')
     mod = p.op()
     funcs = {}
@@ -245,4 +248,4 @@ def parse_module(text: str) -> Module:
         if op.name != "tt.func":
             raise Unsupported(f"top-level operation {op.name}")
         funcs[op.attrs["sym_name"].strip('"')] = op
-    return Module(funcs, p.slots, p.files)
+    return Module(funcs, p.slots, p.files, ctas)

@@ -66,7 +66,7 @@ def _choices(live: list[Cta], policy: Policy) -> tuple[list[Thread | tuple[Engin
         for k, t in enumerate(cta.threads):
             if t.ready():
                 choices.append(t)
-                weights.append(policy.thread_weights[k % 16])
+                weights.append(policy.thread_weights[(k + 8 * cta.rank) % 16])
         for e in cta.engines:
             places = len(e.queue) if not e.in_order else min(1, len(e.queue))
             choices += [(e, k) for k in range(places)]
@@ -86,7 +86,7 @@ def _step_thread(t: Thread) -> None:
         if e.where is None:
             e.where = t.where
         if not e.context:
-            e.context.append(f"in {t.name}, program {t.cta.pid}")
+            e.context.append(f"in {t.name}, {t.cta.title}")
         raise
 
 
@@ -99,8 +99,8 @@ def _deadlock(ctas: list[Cta]) -> Deadlock:
     for c in ctas:
         for t in c.threads:
             if not t.done:
-                err.context.append(f"program {c.pid} {t.name} at {t.where}: {t.waiting_for or 'blocked'}")
+                err.context.append(f"{c.title} {t.name} at {t.where}: {t.waiting_for or 'blocked'}")
         for bar in c.barriers.values():
             if bar.pending != bar.count or bar.tx:
-                err.context.append(f"program {c.pid} barrier {bar.state()}")
+                err.context.append(f"{c.title} barrier {bar.state()}")
     return err

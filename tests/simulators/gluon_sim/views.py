@@ -93,6 +93,15 @@ class View:
             self.space.views[key] = cached
         return cached
 
+    def twin(self, space: Space) -> View:
+        """The same place in the memory of the other CTA of a pair."""
+        key = ("twin", self.key)
+        cached = space.views.get(key)
+        if cached is None:
+            cached = View(space, self.offsets, self.dt, self.key, f"{self.label} of CTA 1")
+            space.views[key] = cached
+        return cached
+
     def index_view(self, i: int) -> View:
         if not 0 <= i < self.offsets.shape[0]:
             raise OutOfBounds(f"index {i} of {self.label}, which has {self.offsets.shape[0]} buffers")

@@ -30,8 +30,8 @@ class BlackwellLaunch:
     config: Config
     options: dict[str, Any]
     heads_together: int  # see `bounds.tile`
-    ctas: int | None = None  # at most, side by side; None: one for each multiprocessor
-    side_by_side: int | None = None  # CTAs of a call
+    ctas: int | None = None  # at most, or pairs, side by side; None: one for each multiprocessor, or two
+    side_by_side: int | None = None  # CTAs, or pairs, of a call
     strides: tuple[tuple[int, ...], ...] | None = None  # of the views of q, k, v, out
     descriptors: tuple[TensorDescriptor, ...] | None = None  # of the first call's tensors
     binary: Callable[..., None] | None = None
@@ -42,7 +42,9 @@ class BlackwellLaunch:
         assert p.head_dim == p.v_head_dim == tile.head_dim and not p.ragged
         assert tile.s_buffers == 2 or (tile.s_buffers == 3 and tile.head_dim == 64 and tile.num_stages >= 3)
         assert tile.early in (64, 96, 128) and tile.early % tile.chunk == 0
+        assert not tile.pair or (p.first_offset, p.last_offset, tile.head_dim, tile.s_buffers) == (None, None, 128, 2)
         config = Config(
+            ROWS=tile.block_m // 2,
             D=p.head_dim,
             D_V=p.v_head_dim,
             HAS_FIRST=p.first_offset is not None,
@@ -66,7 +68,7 @@ class BlackwellLaunch:
             SINKS=False,
         )
         # Triton's default for fusion flips in 3.10; the fused exponent wants it.
-        options = dict(num_warps=tile.num_warps, maxnreg=REGISTERS, enable_fp_fusion=True)
+        options = dict(num_warps=tile.num_warps, num_ctas=tile.ctas, maxnreg=REGISTERS, enable_fp_fusion=True)
         return cls(p, tile, constant(config), options, _heads_together(p, config.COUNTER))
 
     @property
@@ -89,9 +91,9 @@ class BlackwellLaunch:
         tensors = (q, k, v, out)
         if self.strides is None or self.descriptors is None:
             tiles = p.q_tiles(self.tile.block_m) * p.q_heads
-            self.side_by_side = min(tiles, self.ctas or multiprocessors("sm_100", q.device))
+            self.side_by_side = min(tiles, self.ctas or multiprocessors("sm_100", q.device) // self.tile.ctas)
             self.strides = tuple(view_strides(t) for t in tensors)
-            self.descriptors = tuple(describe(t, 128, p.head_dim) for t in tensors)
+            self.descriptors = tuple(self._describe(t, which) for which, t in enumerate(tensors))
         views = (View(t, *steps) for t, steps in zip(tensors, self.strides, strict=True))
         tiles_of = (rebased(descriptor, t) for descriptor, t in zip(self.descriptors, tensors, strict=True))
         counter = None
@@ -102,6 +104,11 @@ class BlackwellLaunch:
             *views, lse, *tiles_of, counter, self.heads_together, positive_scale(p), p.rescale_threshold, p.q_len,
             p.kv_len, *band, p.batch * p.q_heads, p.q_heads, p.group, self.config,
         )  # fmt: skip
+
+    def _describe(self, t: torch.Tensor, which: int) -> TensorDescriptor:
+        """Of q, k, v or out. Of the values each CTA of a pair has half of the columns, of all else half of the rows."""
+        rows = 128 if which in (1, 2) else self.tile.block_m // 2
+        return describe(t, rows, self.problem.head_dim, (2, 2, 3, 2)[which] if self.tile.pair else None)
 
     def __call__(
         self,

@@ -11,13 +11,14 @@ if TYPE_CHECKING:
     from ...dispatch import Plan
 
 LEAST_QUERIES = 129  # fewer leave one of the two Q tiles empty
+MOST_IDLE = 32  # of the tiles of 256 rows of a head, one may lie past its end where pairs take two at a time
 MAX_TILES = 2**22  # numbers of tiles, and rounds of CTAs, stay in 31 bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlackwellTile(Tile):
-    """A row of `forward.py`, whose `Config` says what the rungs are. block_m is two Q tiles of 128 rows, block_n 128.
-    num_stages: slots of the ring of K and V. num_warps: of one role, not a choice."""
+    """A row of `forward.py`, whose `Config` says what the rungs are. block_m is two Q tiles of 128 rows, of 256 where a
+    pair of CTAs has it, block_n 128. num_stages: slots of the ring of K and V. num_warps: of one role, not a choice."""
 
     block_m: int = 256
     block_n: int = 128
@@ -37,6 +38,16 @@ class BlackwellTile(Tile):
     counter: bool = True  # tiles of unequal length are drawn from a counter, else dealt by a snake
 
     @property
+    def pair(self) -> bool:
+        """Two CTAs work on a tile, each with half of K and V in its shared memory."""
+        return self.block_m == 512
+
+    @property
+    def ctas(self) -> int:
+        """Of a program."""
+        return 2 if self.pair else 1
+
+    @property
     def name(self) -> str:
         words = {f"early{self.early}": self.early < 128, f"exp{self.software}": True, f"d{self.degree}": self.software}
         words |= {f"o{self.order}": True, f"r{self.reads}": self.reads > 1}
@@ -46,9 +57,11 @@ class BlackwellTile(Tile):
 
     def describe(self, rescale: str) -> str:
         share = f"{self.software} of 16 exponentials on the FMA pipe" if self.software else "exponentials on the MUFU"
+        pair = "two CTAs for a tile, " if self.pair else ""
         return (
-            f"{self.block_m} queries x {self.block_n} keys, a role for every group of warps, {self.s_buffers} buffers "
-            f"of scores, {self.num_stages} slots of K and V, {share}, rescale only where a row needs it"
+            f"{self.block_m} queries x {self.block_n} keys, {pair}a role for every group of warps, "
+            f"{self.s_buffers} buffers of scores, {self.num_stages} slots of K and V, {share}, "
+            "rescale only where a row needs it"
         )
 
     def refusal(self, problem: Problem, arch: Arch) -> str | None:
@@ -59,6 +72,10 @@ class BlackwellTile(Tile):
         p = problem
         if arch.matrix_unit != "tcgen05" or not arch.descriptors:
             return f"needs tensor memory and tensor descriptors, {arch.id} has not both"
+        if outdated := self.outdated(arch):
+            return outdated
+        if self.pair and (p.first_offset, p.last_offset) != (None, None):
+            return "for full bands"
         if p.mask or p.mask_mod or p.score_mod or p.alibi or p.dropout_p:
             return "takes no mask, mod, ALiBi or dropout"
         if p.softcap or p.sinks:
@@ -79,6 +96,9 @@ class BlackwellTile(Tile):
     def _too_small(self, p: Problem, arch: Arch) -> str | None:
         if p.q_len < LEAST_QUERIES:
             return f"for {LEAST_QUERIES} queries and more, got {p.q_len}"
+        tiles = -(-p.q_len // 256)
+        if self.pair and tiles % 2 and tiles < MOST_IDLE:
+            return f"takes 512 queries at a time, {p.q_len} would leave half of the last idle"
         return self.when.refusal(p, arch, self.block_m)
 
     def prepare(self, problem: Problem, plan: "Plan") -> Any:

@@ -10,9 +10,23 @@ COMPILED = "compiled only, not run; 2026-11-29, Triton 3.6.0 and 3.9.0"
 SIMULATED = "simulated and compiled, not run; 2026-11-30, Triton 3.6.0 and 3.9.0"
 # With fewer programs the portable rows have tiles for twice as many multiprocessors.
 B200, B300 = (When(archs=(arch,), min_programs=0.5) for arch in ("sm_100", "sm_103"))
+PAIRS = (3, 9)  # the first Triton whose products of two CTAs were tried: 3.6 has none, 3.7 and 3.8 were not tried
+PAIR = (
+    "each key and value is in the shared memory of one of two CTAs: its port takes 62% of the tensor time, where one "
+    "CTA for itself takes 100%; not called tuned: no GPU has run it"
+)
+SIMULATED_PAIR = "simulated and compiled, not run; 2026-11-30, Triton 3.9.0"
 FASTER_EXP2 = "as on sm_100, but sm_103 has twice the MUFU: no exponential on the FMA pipe"
 
 OWN = (
+    BlackwellTile(
+        block_m=512, head_dim=128, num_stages=6, software=4, early=96, since=PAIRS, when=B200, reason=PAIR,
+        provenance=SIMULATED_PAIR,
+    ),
+    BlackwellTile(
+        block_m=512, head_dim=128, num_stages=6, software=0, early=96, since=PAIRS, when=B300, reason=PAIR,
+        provenance=SIMULATED_PAIR,
+    ),
     BlackwellTile(
         head_dim=128, num_stages=3, software=4, early=96, when=B200,
         reason="a quarter of the exponentials by polynomial takes the MUFU below the tensor cores; three slots are "

@@ -60,6 +60,8 @@ def _store(op: Op, exe: Executable) -> Fn:
     dt = val.type.dtype
 
     def run(env: Env, th: Thread) -> None:
+        if th.cta.rank and ptr.type.halved is None:
+            return  # what both CTAs of a pair have, the first stores
         _scatter_global(th, env[ptr.slot], env[val.slot], None if mask is None else env[mask], dt)
 
     return run
@@ -119,6 +121,8 @@ def atomic(th: Thread, kind: int, addr: Any, val: Any, mask: Any, dt: DType) -> 
 @sync("tt.atomic_rmw")
 def _atomic_rmw(op: Op, exe: Executable) -> Fn:
     kind, dt = op.int_attr("atomic_rmw_op"), op.operands[1].type.dtype
+    if exe.module.ctas == 2:
+        raise Unsupported("atomics of a pair of CTAs")
     s = slots(op.operands)
     dst = op.results[0].slot
 

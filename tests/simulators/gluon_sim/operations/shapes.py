@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import KernelAssert
+from ..errors import KernelAssert, Unsupported
 from ..interpreter import Env, Executable, pure, sync
 from ..machine import Thread
 from ..mlir import Op
+from ..pairs import same_part
 from .common import Fn, pointee, slots
 
 
@@ -30,9 +31,17 @@ def _program_id(op: Op, exe: Executable) -> Fn:
 
 @pure("tt.make_range")
 def _make_range(op: Op, exe: Executable) -> Fn:
-    dst = op.results[0].slot
+    dst, ty = op.results[0].slot, op.results[0].type
     value = np.arange(op.int_attr("start"), op.int_attr("end"), dtype=np.int32)
-    return lambda env: env.__setitem__(dst, value)
+    if ty.halved is None:
+        return lambda env: env.__setitem__(dst, value)
+    half = ty.shape[0]
+
+    def run(env: Env) -> None:
+        first = env[-1].cta.rank * half
+        env[dst] = value[first : first + half]
+
+    return run
 
 
 @pure("tt.splat")
@@ -62,6 +71,7 @@ def _reshape(op: Op, exe: Executable) -> Fn:
 
 @pure("ttg.convert_layout", "gluon.set_auto_layout")
 def _convert_layout(op: Op, exe: Executable) -> Fn:
+    same_part(op.name, op.operands[0].type, op.results[0].type)
     a, dst = op.operands[0].slot, op.results[0].slot
     return lambda env: env.__setitem__(dst, env[a])
 
@@ -119,6 +129,8 @@ def _reduce(op: Op, exe: Executable) -> Fn:
     src, dst, axis = slots(op.operands), [r.slot for r in op.results], op.int_attr("axis")
     block = op.regions[0].blocks[0]
     dts = [v.type.dtype for v in op.operands]
+    if op.operands[0].type.halved == axis:
+        raise Unsupported("a reduction over the parts of two CTAs")
     fast: Any = None
     if len(src) == 1 and len(block.ops) == 2:
         fast = _FAST_REDUCE.get(block.ops[0].name)

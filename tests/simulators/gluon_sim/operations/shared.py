@@ -11,6 +11,7 @@ from ..layouts import TMEM_CELL, TMEM_COLUMN_BYTES
 from ..machine import Thread
 from ..memory import Access
 from ..mlir import Op
+from ..pairs import same_part
 from ..views import View
 from .common import Fn, scalar_int, slots
 
@@ -132,6 +133,7 @@ def _generic_store(th: Thread, view: View, value: Any, what: str, where: str) ->
 @sync("ttg.local_load", "ttng.tmem_load")
 def _local_load(op: Op, exe: Executable) -> Fn:
     a, dst = op.operands[0].slot, op.results[0].slot
+    same_part(op.name, op.operands[0].type, op.results[0].type)
     what = "tmem load" if "tmem" in op.name else "shared load"
     token = op.results[1].slot if len(op.results) > 1 else None
 
@@ -146,6 +148,7 @@ def _local_load(op: Op, exe: Executable) -> Fn:
 @sync("ttg.local_store")
 def _local_store(op: Op, exe: Executable) -> Fn:
     v, a = slots(op.operands)
+    same_part(op.name, op.operands[0].type, op.operands[1].type)
     return lambda env, th: _generic_store(th, env[a], env[v], "shared store", op.loc)
 
 
@@ -153,6 +156,7 @@ def _local_store(op: Op, exe: Executable) -> Fn:
 def _tmem_store(op: Op, exe: Executable) -> Fn:
     s = slots(op.operands)
     a, v, p = s[0], s[-2], s[-1]
+    same_part(op.name, op.operands[0].type, op.operands[-2].type)
 
     def run(env: Env, th: Thread) -> None:
         if env[p]:

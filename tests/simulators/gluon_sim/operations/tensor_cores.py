@@ -1,11 +1,14 @@
 """wgmma and tcgen05: products that read shared and tensor memory after they were issued.
 
-Not modelled: two CTAs, block scales, and registers that a wgmma in flight still reads.
+Products of a pair of CTAs are issued by the first: each CTA has half of the rows of A and of the result and half of the
+columns of B. Not modelled: block scales, and registers that a wgmma in flight still reads.
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+import numpy as np
 
 from ..barriers import MBarrier
 from ..errors import RaceError, SimError, Unsupported
@@ -90,6 +93,18 @@ def _waited(th: Thread, v: Pending) -> bool:
     return not any(g <= v.seq for g in th.wgmma.groups)
 
 
+def _commit(th: Thread, view: View, where: str) -> None:
+    """To the barrier; of a pair, whose first CTA commits for both, to that of each, in any order. (Gluon refuses
+    barriers that a pair has once.)"""
+    if th.cta.rank:
+        return
+    ctas = th.cta.ctas
+    if len(ctas) > 1 and th.cta.rng.random() < 0.5:
+        ctas = ctas[::-1]
+    for cta in ctas:
+        _commit_to(th, cta.barrier(view), where)
+
+
 def _commit_to(th: Thread, bar: MBarrier, where: str) -> None:
     def fire() -> bool:
         th.tcgen05.publish(aop.seq, bar.pend_bit)
@@ -101,6 +116,12 @@ def _commit_to(th: Thread, bar: MBarrier, where: str) -> None:
     issue(th.tcgen05, aop)
 
 
+def _everywhere(th: Thread, view: View) -> list[View]:
+    """The part of each CTA of an operand."""
+    spaces = [cta.smem if view.space is th.cta.smem else cta.tmem for cta in th.cta.ctas[1:]]
+    return [view, *(view.twin(space) for space in spaces)]
+
+
 @sync("ttng.tc_gen5_mma")
 def _tcgen05_mma(op: Op, exe: Executable) -> Fn:
     seg = op.segments()
@@ -110,30 +131,34 @@ def _tcgen05_mma(op: Op, exe: Executable) -> Fn:
     if NO_COMMIT in op.attrs:
         bars, preds = [], []
     adt, bdt, cdt = (seg[k][0].type.dtype for k in range(3))
-    if op.attrs.get("two_ctas", "false") not in ("false",) or "twoCTAs = true" in seg[2][0].type.enc:
-        raise Unsupported("two-CTA tcgen05.mma")
+    halves = tuple(seg[k][0].type.halved for k in range(3))
+    pair = op.attrs.get("two_ctas", "false") != "false"
+    if halves != ((0, 1, 0) if pair else (None, None, None)) or pair != (exe.module.ctas == 2):
+        raise Unsupported(f"tcgen05.mma of operands of which CTAs have halves {halves}")
     tok = op.results[0].slot if op.results else None
 
     def run(env: Env, th: Thread) -> None:
         if tok is not None:
             env[tok] = None
-        if not env[pred]:
+        if not env[pred] or th.cta.rank:
             return
-        va, vb, vd = env[a], env[b], env[d]
+        va, vb, vd = (_everywhere(th, env[s]) for s in (a, b, d))
         use = bool(env[use_d])
 
         def execute() -> bool:
-            x, y = va.space.read(va, "tcgen05.mma"), vb.space.read(vb, "tcgen05.mma")
-            r = matmul(x, adt, y, bdt, 0)
-            if use:
-                r = r + vd.space.read(vd, "tcgen05.mma (accumulator)")
-            vd.space.write(vd, cdt.cast(r))
+            y = np.concatenate([v.space.read(v, "tcgen05.mma") for v in vb], 1)
+            for rows, out in zip(va, vd, strict=True):
+                r = matmul(rows.space.read(rows, "tcgen05.mma"), adt, y, bdt, 0)
+                if use:
+                    r = r + out.space.read(out, "tcgen05.mma (accumulator)")
+                out.space.write(out, cdt.cast(r))
             return True
 
-        issue(th.tcgen05, AsyncOp("tcgen05.mma", execute, th, op.loc), ("r", va), ("r", vb), ("w", vd))
+        accesses = [("r", v) for v in (*va, *vb)] + [("w", v) for v in vd]
+        issue(th.tcgen05, AsyncOp("tcgen05.mma", execute, th, op.loc), *accesses)
         for s, p in zip(bars, preds, strict=True):
             if env[p]:
-                _commit_to(th, th.cta.barrier(env[s]), op.loc)
+                _commit(th, env[s], op.loc)
 
     return run
 
@@ -144,6 +169,8 @@ def _tmem_copy(op: Op, exe: Executable) -> Fn:
     bar_s = op.operands[2].slot if len(op.operands) > 2 else None
     if "scales" in op.operands[1].type.enc:
         raise Unsupported("tcgen05.cp to tensor-memory scales")
+    if exe.module.ctas == 2:
+        raise Unsupported("tcgen05.cp of a pair of CTAs")
 
     def run(env: Env, th: Thread) -> None:
         vs, vd = env[src], env[dst]
@@ -163,9 +190,11 @@ def _tmem_copy(op: Op, exe: Executable) -> Fn:
 def _tcgen05_commit(op: Op, exe: Executable) -> Fn:
     a = op.operands[0].slot
     pred = op.operands[1].slot if len(op.operands) > 1 else None
+    if len(op.operands) > 2:
+        raise Unsupported("tcgen05.commit to CTAs that descriptors choose")
 
     def run(env: Env, th: Thread) -> None:
         if pred is None or env[pred]:
-            _commit_to(th, th.cta.barrier(env[a]), op.loc)
+            _commit(th, env[a], op.loc)
 
     return run

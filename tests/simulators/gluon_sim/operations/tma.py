@@ -13,6 +13,7 @@ from ..errors import Unsupported
 from ..interpreter import Env, Executable, steps, sync
 from ..machine import AsyncOp, Steps, Thread
 from ..mlir import Op
+from ..pairs import home
 from ..views import View
 from .asynchronous import complete, issue, wait_groups
 from .common import Fn, scalar_int, slots
@@ -40,14 +41,17 @@ def _tma_load(op: Op, exe: Executable) -> Fn:
     if op.operands[-1].type.kind == "memdesc":
         raise Unsupported("TMA load without a predicate operand")
     d, coords, bar_s, res, pred = s[0], s[1:-3], s[-3], s[-2], s[-1]
+    bar_type = op.operands[-3].type
+    if op.int_attr("multicast", 0):
+        raise Unsupported("TMA load to several CTAs")
 
     def run(env: Env, th: Thread) -> None:
         if not env[pred]:
             return
         desc: TensorDesc = env[d]
         view: View = env[res]
-        at = _coords(env, coords)
-        bar = th.cta.barrier(env[bar_s])
+        at = desc.of(th, _coords(env, coords))
+        bar = home(th, bar_type).barrier(env[bar_s])
         nbytes = int(np.prod(desc.box)) * desc.dt.nbytes
         where = op.loc
         what = f"TMA load of {desc.name}{list(at)}"
@@ -106,7 +110,7 @@ def _tma_out(op: Op, combine: int | None) -> Fn:
     def run(env: Env, th: Thread) -> None:
         desc: TensorDesc = env[d]
         view: View = env[src]
-        at = _coords(env, coords)
+        at = desc.of(th, _coords(env, coords))
         what = f"TMA {'store' if combine is None else 'reduce'} to {desc.name}{list(at)}"
         where = op.loc
 

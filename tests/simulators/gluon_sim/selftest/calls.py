@@ -11,10 +11,11 @@ import torch
 from triton._C.libtriton import gluon_ir, ir
 from triton.compiler.compiler import make_backend
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .. import TARGETS, Options, Outcome, activate, run_mutants, simulate
 from ..machine import Stats
-from . import faults, kernels_blackwell, kernels_hopper, kernels_small
+from . import faults, kernels_blackwell, kernels_hopper, kernels_pairs, kernels_small
 from .box import Box
 
 
@@ -92,6 +93,32 @@ def product(options: Options) -> None:
     boxes = Box(a, (128, 64)), Box(b, (64, 64))
     simulate(kernels_blackwell.product, (1,), *[box.descriptor() for box in boxes], out, options=options)
     assert (out - a.float() @ b.float()).abs().max() < 1e-3
+
+
+def pair(options: Options, fault: str = "none") -> Stats:
+    """The products of a pair of CTAs of kernels_pairs.py, over three blocks of keys and part of a fourth."""
+    q, k, v = (_random(n, 128, seed=n) / 8 for n in (256, 400, 401))
+    v, out = v[:400], torch.full((256, 128), torch.nan)
+    descriptors = []
+    for t, box, halved in ((q, 256, 0), (k, 128, 0), (v, 128, 1)):
+        layout = gl.NVMMASharedLayout(128, 16, rank=2, cga_layout=[[1 - halved, halved]])
+        descriptors.append(TensorDescriptor.from_tensor(t, [box, 128], layout))
+    stats = simulate(
+        kernels_pairs.two_products, (1,), *descriptors, out, 4, faults.PAIR[fault], options=options, num_ctas=2
+    ).stats
+    assert (out - (q.float() @ k.float().T).half().float() @ v.float()).abs().max() < 1e-3
+    return stats
+
+
+def numbered_by_pairs(programs: int) -> torch.Tensor:
+    """What both CTAs of each program wrote."""
+    dst = torch.full((384,), -1, dtype=torch.int32)
+    simulate(kernels_pairs.numbered, (programs,), dst, num_ctas=2, num_warps=4)
+    return dst
+
+
+def maximum_of_a_pair() -> None:
+    simulate(kernels_pairs.maximum, (1,), torch.arange(256.0), torch.zeros(256), num_ctas=2, num_warps=4)
 
 
 def named(options: Options) -> None:

@@ -14,6 +14,16 @@ GEMM = {
     "expect_too_many_bytes": 10,
 }
 
+PAIR = {
+    "none": 0,
+    "products_wait_for_one_p": 1,
+    "load_no_wait_empty": 2,
+    "expect_bytes_of_both": 3,
+    "products_no_wait_p": 4,
+    "no_commit_kv": 5,
+    "products_wait_for_one_half": 6,
+}
+
 ATTENTION = {
     "none": 0,
     "softmax_no_wait_s": 1,

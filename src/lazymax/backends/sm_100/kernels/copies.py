@@ -14,7 +14,7 @@ def _load_queries(Q: gl.constexpr, phase, span, memory, bars, call, config):
     full = bars.q_full.index(Q)
     mbarrier.wait(bars.q_empty.index(Q), phase)
     mbarrier.expect(full, 128 * config.D * 2)
-    load(call.q_tiles, [span.slab, span.head, span.first_row + Q * 128, 0], full, memory.q.index(Q))
+    load(call.q_tiles, [span.slab, span.head, span.first_row + Q * config.ROWS, 0], full, memory.q.index(Q))
 
 
 @gluon.jit
@@ -22,8 +22,9 @@ def _load_block(tiles, block, slot, phase, span, memory, bars, call, config):
     """Of K or V; the next place in the ring."""
     full = bars.full.index(slot)
     mbarrier.wait(bars.empty.index(slot), phase)
-    mbarrier.expect(full, bounds.KEYS * config.D * 2)
-    load(tiles, [span.slab, span.head // call.group, block * bounds.KEYS, 0], full, memory.kv.index(slot))
+    mbarrier.expect(full, bounds.KEYS * config.D * 2 * 128 // config.ROWS)  # of this CTA
+    load(tiles, [span.slab, span.head // call.group, block * bounds.KEYS, 0], full,
+         layouts.slot(memory.kv, slot, tiles, config))
     return rings.advance(slot, phase, config.SLOTS)
 
 
@@ -34,7 +35,7 @@ def loads(memory, bars, call, config):
     phase = gl.to_tensor(1)
     count = gl.to_tensor(0)
     t = schedule.first()
-    while t < bounds.tiles(call):
+    while t < bounds.tiles(call, config):
         schedule.draw(count, memory, bars, call, config)
         span = bounds.tile(t, call, config)
         first, stop = bounds.key_blocks(span, config)
@@ -56,22 +57,22 @@ def loads(memory, bars, call, config):
 
 
 @gluon.jit
-def _store_queries(Q: gl.constexpr, phase, span, memory, bars, call):
+def _store_queries(Q: gl.constexpr, phase, span, memory, bars, call, config):
     """Unless the correction stored these rows itself, see `correction.py`."""
     mbarrier.wait(bars.out_full.index(Q), phase)
-    rewritten = gl.max(memory.flags.index(Q).load(layouts.one(gl.num_warps())), 0)
+    rewritten = gl.max(memory.flags.index(Q).load(layouts.one(config.ROWS, gl.num_warps())), 0)
     if rewritten == 0:
-        store(call.out_tiles, [span.slab, span.head, span.first_row + Q * 128, 0], memory.out.index(Q))
+        store(call.out_tiles, [span.slab, span.head, span.first_row + Q * config.ROWS, 0], memory.out.index(Q))
 
 
 @gluon.jit
 def stores(memory, bars, call, config):
     count = gl.to_tensor(0)
     t = schedule.first()
-    while t < bounds.tiles(call):
+    while t < bounds.tiles(call, config):
         span = bounds.tile(t, call, config)
-        _store_queries(0, count & 1, span, memory, bars, call)
-        _store_queries(1, count & 1, span, memory, bars, call)
+        _store_queries(0, count & 1, span, memory, bars, call, config)
+        _store_queries(1, count & 1, span, memory, bars, call, config)
         tma.store_wait(0)
         mbarrier.arrive(bars.out_empty.index(0), count=1)
         mbarrier.arrive(bars.out_empty.index(1), count=1)

@@ -43,7 +43,7 @@ def _rescale(o, alpha, config):
     factor = layouts.spread(alpha, COLS)
     for i in gl.static_range(config.D // COLS):
         part = o.slice(i * COLS, COLS)
-        part.store(assembly.mul2(part.load(layouts.tile(COLS)), factor))
+        part.store(assembly.mul2(part.load(layouts.tile(config.ROWS, COLS)), factor))
 
 
 @gluon.jit
@@ -51,13 +51,16 @@ def _visit(Q: gl.constexpr, buffer, handed, products, opened, memory, bars, conf
     """One block. opened: O holds something of this tile. The arrival at p_full of a tile's first block also says that
     the O of the tile before has been read."""
     mbarrier.wait(bars.stats_full.index(Q), handed & 1)
-    alpha = memory.stats.index(2 * Q).load(layouts.rows())
+    alpha = memory.stats.index(2 * Q).load(layouts.rows(config.ROWS))
+    own = alpha
+    if config.ROWS == 256:
+        own = layouts.own_rows(memory.stats.index(2 * Q))
     mbarrier.arrive(bars.stats_empty.index(Q), count=1)
     if config.S_BUFFERS == 3:
         # With two, the scores of a block are committed after the P V of the block before.
         mbarrier.wait(bars.o_full.index(Q), products & 1, pred=opened)
     if config.BRANCH:
-        needed = gl.max(gl.where(alpha < 1.0, 1, 0), 0)
+        needed = gl.max(gl.where(own < 1.0, 1, 0), 0)
         if (needed > 0) & opened:
             _rescale(memory.o.index(Q), alpha, config)
     else:
@@ -67,10 +70,14 @@ def _visit(Q: gl.constexpr, buffer, handed, products, opened, memory, bars, conf
 
 
 @gluon.jit
-def _suspect(m, l, sums, rows, span, config):
-    """1 if a row of the Q tile is doubtful, else 0; see sm_90's guarded.py."""
-    found = doubtful(m, l, sums, has_keys(span, rows, config))
-    return gl.max((found & (rows < span.q_len)).to(gl.int32), 0)
+def _suspect(m, l, sums, rows, span, memory, config):
+    """1 if a row that this CTA has of the Q tile is doubtful, else 0; see sm_90's guarded.py."""
+    found = doubtful(m, l, sums, has_keys(span, rows, config)) & (rows < span.q_len)
+    if config.ROWS == 128:
+        return gl.max(found.to(gl.int32), 0)
+    else:
+        memory.found.store(found.to(gl.int8))
+        return gl.max(layouts.own_rows(memory.found).to(gl.int32), 0)
 
 
 @gluon.jit(noinline=True)
@@ -81,7 +88,7 @@ def _rewrite(t, call, config, Q: gl.constexpr):
     first, stop = bounds.key_blocks(span, config)
     keys = first * bounds.KEYS, gl.minimum(stop * bounds.KEYS, span.kv_len)
     for half in range(2):
-        guarded.rewrite_rows(span, span.first_row + Q * 128 + half * 64, keys, call, config)
+        guarded.rewrite_rows(span, span.first_row + Q * config.ROWS + half * 64, keys, call, config)
 
 
 @gluon.jit
@@ -89,24 +96,24 @@ def _close(t, Q: gl.constexpr, handed, products, count, memory, bars, call, conf
     """O and LSE of the Q tile."""
     span = bounds.tile(t, call, config)
     mbarrier.wait(bars.stats_full.index(Q), handed & 1)
-    l = memory.stats.index(2 * Q).load(layouts.rows())
-    m = memory.stats.index(2 * Q + 1).load(layouts.rows())
+    l = memory.stats.index(2 * Q).load(layouts.rows(config.ROWS))
+    m = memory.stats.index(2 * Q + 1).load(layouts.rows(config.ROWS))
     mbarrier.arrive(bars.stats_empty.index(Q), count=1)
     inverse, lse = finish(m, l, 1.0, call, span, config)
     mbarrier.wait(bars.o_full.index(Q), products & 1)
     mbarrier.wait(bars.out_empty.index(Q), (count & 1) ^ 1)
     o = memory.o.index(Q)
-    out = memory.out.index(Q).reshape([128, config.D])
+    out = memory.out.index(Q).reshape([config.ROWS, config.D])
     factor = layouts.spread(inverse, COLS)
-    sums = gl.full([128], 0.0, gl.float32, layouts.rows())
+    sums = gl.full([config.ROWS], 0.0, gl.float32, layouts.rows(config.ROWS))
     for i in gl.static_range(config.D // COLS):
-        part = o.slice(i * COLS, COLS).load(layouts.tile(COLS))
+        part = o.slice(i * COLS, COLS).load(layouts.tile(config.ROWS, COLS))
         sums += layouts.to_rows(total((part,)), 128)
         out.slice(i * COLS, COLS, dim=1).store(assembly.mul2(part, factor).to(call.out.ptr.dtype.element_ty))
         barrier()  # or the ptxas of Triton 3.9 loads all of O before it stores any: 500 bytes of spills
-    rows = span.first_row + Q * 128 + gl.arange(0, 128, layouts.rows())
-    suspect = _suspect(m, l, sums, rows, span, config)
-    memory.flags.index(Q).store(gl.full([1], 0, gl.int32, layouts.one(gl.num_warps())) + suspect)
+    rows = span.first_row + Q * config.ROWS + gl.arange(0, config.ROWS, layouts.rows(config.ROWS))
+    suspect = _suspect(m, l, sums, rows, span, memory, config)
+    memory.flags.index(Q).store(gl.full([1], 0, gl.int32, layouts.one(config.ROWS, gl.num_warps())) + suspect)
     fence_async_shared()
     mbarrier.arrive(bars.out_full.index(Q), count=1)
     if suspect > 0:
@@ -128,7 +135,7 @@ def correction(memory, bars, call, config):
     unused = gl.to_tensor(0)
     count = gl.to_tensor(0)
     t = schedule.first()
-    while t < bounds.tiles(call):
+    while t < bounds.tiles(call, config):
         first, stop = bounds.key_blocks(bounds.tile(t, call, config), config)
         for visit in range(stop - first):
             _visit(0, buffer0, handed, products, visit > 0, memory, bars, config)

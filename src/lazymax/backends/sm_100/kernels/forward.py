@@ -1,22 +1,19 @@
 """The forward for Blackwell, in Gluon: products in tensor memory, TMA, and a role for each group of warps.
 
-A persistent CTA works on two Q tiles of 128 rows at a time. Roles: loads, products, stores (a warp each), a softmax for
-each Q tile and the correction (four warps each). Tensor memory, 512 columns: at head dim 128 S0 | S1 | O0 | O1, at 64
-three S that go round, O0 | O1. P lies in the lower half of its S. Every rung of the FlashAttention-4 ladder is a field
-of `Config`; docs/notes/sm_100.md walks it.
+A persistent CTA works on two Q tiles of 128 rows at a time, a pair of CTAs (full bands, Triton 3.9) on two of 256, so
+that each key and value is in the shared memory of one of them. Roles: loads, products, stores (a warp each), a softmax
+for each Q tile and the correction (four warps each). Tensor memory, 512 columns: at head dim 128 S0 | S1 | O0 | O1, at
+64 three S that go round, O0 | O1. P lies in the lower half of its S. Every rung of the FlashAttention-4 ladder is a
+field of `Config`; docs/notes/sm_100.md walks it.
 """
 
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.blackwell import (
-    TensorMemoryLayout,
-    allocate_tensor_memory,
-    fence_async_shared,
-    mbarrier,
-)
+from triton.experimental.gluon.language.nvidia.blackwell import allocate_tensor_memory, fence_async_shared, mbarrier
 
+from . import layouts
 from .copies import loads, stores
 from .correction import correction
 from .products import products
@@ -27,6 +24,7 @@ from .softmax import softmax
 class Config(NamedTuple):
     """What one build is specialised for; every field a `gl.constexpr`."""
 
+    ROWS: Any  # of a Q tile: 128, or 256 of a pair of CTAs, see layouts.py
     D: Any  # of q, k and v
     D_V: Any  # the same
     HAS_FIRST: Any  # the band has a left bound
@@ -85,13 +83,14 @@ class Memory(NamedTuple):
     out: Any  # two tiles of O
     stats: Any  # a number for each row: factors, later sums, of Q tile 0; its pivots; the same of 1
     flags: Any  # of each Q tile: the correction stored its rows
+    found: Any  # of a pair: rows that are doubtful; else nothing of its own
     next: Any  # see schedule.py
     s: Any
     o: Any
 
 
 class Barriers(NamedTuple):
-    """Each counts one arrival, if nothing is said."""
+    """Each counts one arrival of a CTA, if nothing is said."""
 
     q_full: Any
     q_empty: Any
@@ -110,8 +109,10 @@ class Barriers(NamedTuple):
 
 
 @gluon.jit
-def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr, SHARED: gl.constexpr, config):
+    """SHARED: a pair of CTAs has them in the first, whose products wait for both; the others each CTA has."""
+    EACH: gl.constexpr = 1 if SHARED else config.ROWS // 128
+    bars = gl.allocate_shared_memory(gl.int64, [COUNT, EACH], layouts.barriers(config.ROWS, SHARED))
     for i in gl.static_range(COUNT):
         mbarrier.init(bars.index(i), count=ARRIVALS)
     return bars
@@ -123,21 +124,26 @@ def _allocate(call, config):
     DTYPE: gl.constexpr = call.q_tiles.dtype
     D: gl.constexpr = config.D
     BUFFERS: gl.constexpr = config.S_BUFFERS
-    NUMBERS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 128, D], call.q_tiles.layout)
+    ROWS: gl.constexpr = config.ROWS
+    q = gl.allocate_shared_memory(DTYPE, [2, 1, 1, ROWS, D], call.q_tiles.layout)
     kv = gl.allocate_shared_memory(DTYPE, [config.SLOTS, 1, 1, 128, D], call.k_tiles.layout)
-    out = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 128, D], call.out_tiles.layout)
-    stats = gl.allocate_shared_memory(gl.float32, [4, 128], NUMBERS)
-    flags = gl.allocate_shared_memory(gl.int32, [2, 1], NUMBERS)
-    drawn = gl.allocate_shared_memory(gl.int32, [2, 1], NUMBERS)
-    s = allocate_tensor_memory(gl.float32, [BUFFERS, 128, 128], TensorMemoryLayout((128, 128), col_stride=1))
-    o = allocate_tensor_memory(gl.float32, [2, 128, D], TensorMemoryLayout((128, D), col_stride=1))
-    bars = Barriers(_barriers(2, 1), _barriers(2, 1), _barriers(config.SLOTS, 1), _barriers(config.SLOTS, 1),
-                    _barriers(BUFFERS, 1), _barriers(BUFFERS, 2), _barriers(BUFFERS, 1), _barriers(2, 1),
-                    _barriers(2, 1), _barriers(2, 1), _barriers(2, 1), _barriers(2, 1), _barriers(2, 1),
-                    _barriers(2, ROLES))
+    out = gl.allocate_shared_memory(DTYPE, [2, 1, 1, ROWS, D], call.out_tiles.layout)
+    stats = gl.allocate_shared_memory(gl.float32, [4, ROWS], layouts.numbers(ROWS, True))
+    flags = gl.allocate_shared_memory(gl.int32, [2, 1], layouts.numbers(ROWS))
+    found = flags
+    if ROWS == 256:
+        found = gl.allocate_shared_memory(gl.int8, [ROWS], layouts.numbers(ROWS, True))
+    drawn = gl.allocate_shared_memory(gl.int32, [2, 1], layouts.numbers(ROWS))
+    s = allocate_tensor_memory(gl.float32, [BUFFERS, ROWS, 128], layouts.accumulator(ROWS, 128))
+    o = allocate_tensor_memory(gl.float32, [2, ROWS, D], layouts.accumulator(ROWS, D))
+    bars = Barriers(
+        _barriers(2, 1, True, config), _barriers(2, 1, False, config), _barriers(config.SLOTS, 1, True, config),
+        _barriers(config.SLOTS, 1, False, config), _barriers(BUFFERS, 1, False, config),
+        _barriers(BUFFERS, 2, True, config), _barriers(BUFFERS, 1, True, config), _barriers(2, 1, False, config),
+        _barriers(2, 1, False, config), _barriers(2, 1, False, config), _barriers(2, 1, False, config),
+        _barriers(2, 1, False, config), _barriers(2, 1, False, config), _barriers(2, ROLES, False, config))
     fence_async_shared()
-    return Memory(q, kv, out, stats, flags, drawn, s, o), bars
+    return Memory(q, kv, out, stats, flags, found, drawn, s, o), bars
 
 
 @gluon.jit(do_not_specialize=["heads_together", "q_len", "kv_len", "first_offset", "last_offset", "heads", "q_heads",

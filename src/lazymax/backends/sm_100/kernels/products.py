@@ -15,7 +15,7 @@ from . import bounds, layouts, rings, schedule
 @gluon.jit
 def _scores(Q: gl.constexpr, slot, buffer, memory, bars, config):
     """S = Q K^T."""
-    q = memory.q.index(Q).reshape([128, config.D])
+    q = memory.q.index(Q).reshape([config.ROWS, config.D])
     k = memory.kv.index(slot).reshape([128, config.D])
     tcgen05_mma(q, k.permute((1, 0)), rings.of_scores(memory.s, Q, buffer, config), use_acc=False)
     tcgen05_commit(rings.of_scores(bars.s_full, Q, buffer, config))
@@ -25,7 +25,7 @@ def _scores(Q: gl.constexpr, slot, buffer, memory, bars, config):
 def _values(Q: gl.constexpr, slot, buffer, phase, more, memory, bars, call, config):
     """O += P V, or O = P V. The first EARLY columns of P may start before the rest is there. The contracted size of a
     product must be a power of two, so 96 are two."""
-    v = memory.kv.index(slot).reshape([128, config.D])
+    v = layouts.slot(memory.kv, slot, call.v_tiles, config).reshape([128, config.D])
     p = layouts.probabilities(rings.of_scores(memory.s, Q, buffer, config), call.out.ptr.dtype.element_ty)
     o = memory.o.index(Q)
     mbarrier.wait(rings.of_scores(bars.p_full, Q, buffer, config), phase)
@@ -120,7 +120,7 @@ def products(memory, bars, call, config):
     p_phase = gl.to_tensor(0)
     count = gl.to_tensor(0)
     t = schedule.first()
-    while t < bounds.tiles(call):
+    while t < bounds.tiles(call, config):
         first, stop = bounds.key_blocks(bounds.tile(t, call, config), config)
         mbarrier.wait(bars.q_full.index(0), count & 1)
         mbarrier.wait(bars.full.index(slot), phase)

@@ -28,7 +28,7 @@ def draw(count, memory, bars, call, config):
         slot = count & 1
         mbarrier.wait(bars.next_empty.index(slot), ((count >> 1) & 1) ^ 1)
         drawn = gl.atomic_add(call.counter, 1) + gl.num_programs(0)
-        L: gl.constexpr = layouts.one(gl.num_warps())
+        L: gl.constexpr = layouts.one(config.ROWS, gl.num_warps())
         memory.next.index(slot).store(gl.full([1], 0, gl.int32, L) + drawn)
         mbarrier.arrive(bars.next_full.index(slot), count=1)
 
@@ -39,11 +39,11 @@ def following(count, memory, bars, call, config):
     if config.COUNTER:
         slot = count & 1
         mbarrier.wait(bars.next_full.index(slot), (count >> 1) & 1)
-        drawn = gl.max(memory.next.index(slot).load(layouts.one(gl.num_warps())), 0)
+        drawn = gl.max(memory.next.index(slot).load(layouts.one(config.ROWS, gl.num_warps())), 0)
         mbarrier.arrive(bars.next_empty.index(slot), count=1)
         return drawn
     else:
         ctas = here(gl.num_programs(0))
         own = here(gl.program_id(0))
-        full = (count + 2) * ctas <= bounds.tiles(call)  # the last round, if it has gaps, stays as it is
+        full = (count + 2) * ctas <= bounds.tiles(call, config)  # the last round, if it has gaps, stays as it is
         return (count + 1) * ctas + gl.where(((count & 1) == 0) & full, ctas - 1 - own, own)

@@ -19,7 +19,7 @@ def _read(s, config):
     COLS: gl.constexpr = 128 // config.READS
     tiles = ()
     for i in gl.static_range(config.READS):
-        tiles = tiles + layouts.split(s.slice(i * COLS, COLS).load(layouts.tile(COLS)), 4 // config.READS)
+        tiles = tiles + layouts.split(s.slice(i * COLS, COLS).load(layouts.tile(config.ROWS, COLS)), 4 // config.READS)
     if config.NEGATE:
         negated = ()
         for i in gl.static_range(4):
@@ -32,7 +32,7 @@ def _read(s, config):
 def _hide(tiles, row, key, call, config):
     """-inf outside the band and the length. row, key: query and key of the first score. What a row sees is computed at
     this place, or it takes registers in the loop that needs no mask."""
-    rows = here(gl.arange(0, 128, layouts.rows()))
+    rows = here(gl.arange(0, config.ROWS, layouts.rows(config.ROWS)))
     end = here(call.kv_len) - key + 0 * rows
     if config.HAS_LAST:
         end = gl.minimum(end, row + here(call.last_offset) + 1 - key + rows)
@@ -41,7 +41,7 @@ def _hide(tiles, row, key, call, config):
         first = row + here(call.first_offset) - key + rows
     result = ()
     for i in gl.static_range(4):
-        column = i * 32 + gl.arange(0, 32, gl.SliceLayout(0, layouts.tile(32)))
+        column = i * 32 + gl.arange(0, 32, gl.SliceLayout(0, layouts.tile(config.ROWS, 32)))
         inside = column[None, :] < layouts.to_rows(end, 32)[:, None]
         if config.HAS_FIRST:
             inside = inside & (column[None, :] >= layouts.to_rows(first, 32)[:, None])
@@ -100,7 +100,7 @@ def _probabilities(tiles, m, p, early, Q: gl.constexpr, buffer, bars, call, conf
     late, and more registers are live.
     """
     CHUNK: gl.constexpr = config.CHUNK
-    scale = gl.full([128, CHUNK], 0.0, gl.float32, layouts.tile(CHUNK)) + call.scale_log2
+    scale = gl.full([config.ROWS, CHUNK], 0.0, gl.float32, layouts.tile(config.ROWS, CHUNK)) + call.scale_log2
     chunks = layouts.regrouped(tiles, CHUNK)
     negated = layouts.to_rows(-m, CHUNK)
     done = ()
@@ -145,20 +145,20 @@ def _visit(m, l, row, key, Q: gl.constexpr, buffer, phase, count, memory, bars, 
 @gluon.jit
 def softmax(memory, bars, call, config, Q: gl.constexpr):
     """Of Q tile Q of every tile."""
-    L: gl.constexpr = layouts.rows()
+    L: gl.constexpr = layouts.rows(config.ROWS)
     buffer = gl.to_tensor(Q)
     phase = gl.to_tensor(0)
     handed = gl.to_tensor(0)  # to the correction so far
     count = gl.to_tensor(0)
     t = schedule.first()
-    while t < bounds.tiles(call):
+    while t < bounds.tiles(call, config):
         span = bounds.tile(t, call, config)
         start, stop = bounds.key_blocks(span, config)
-        row = span.first_row + Q * 128
+        row = span.first_row + Q * config.ROWS
         begin, end = bounds.whole(row, start, stop, span, config)
         key = (stop - 1) * bounds.KEYS
-        m = gl.full([128], NEVER, gl.float32, L)
-        l = gl.full([128], 0.0, gl.float32, L)
+        m = gl.full([config.ROWS], NEVER, gl.float32, L)
+        l = gl.full([config.ROWS], 0.0, gl.float32, L)
         for _ in range(begin):
             m, l = _visit(m, l, row, key, Q, buffer, phase, handed, memory, bars, call, config, True)
             buffer, phase = rings.next_scores(buffer, phase, config)

@@ -98,8 +98,10 @@ def own_row(span, config, W: gl.constexpr):
 @gluon.jit
 def rows(span, row, L: gl.constexpr, call, config):
     """(query, head, inside) of a consumer's 64 rows, in layout L: the query, which for the first is `row`, the head,
-    counted from the tile's first, and whether there is such a row."""
-    own = gl.arange(0, 64, L)
+    counted from the tile's first, and whether there is such a row. A pair of CTAs has two times 64 rows, 128 apart."""
+    own = gl.arange(0, 64 * gl.num_ctas(), L)
+    if gl.num_ctas() == 2:
+        own += own // 64 * 64
     if config.HEADS == 1:
         query = row + own
         head = 0 * span.head

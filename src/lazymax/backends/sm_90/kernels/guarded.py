@@ -19,11 +19,11 @@ COLUMNS = gl.constexpr(16)  # of O in a sweep
 @gluon.jit
 def _scores(q_rows, q_inside, k_base, key, span, call, config):
     """(64, 16) raw, of the keys from `key` on, 16 columns of Q and K at a time."""
-    A: gl.constexpr = layouts.small_operand(0)
-    B: gl.constexpr = layouts.small_operand(1)
+    A: gl.constexpr = layouts.small_operand(0, gl.num_ctas())
+    B: gl.constexpr = layouts.small_operand(1, gl.num_ctas())
     keys = key + gl.arange(0, 16, gl.SliceLayout(0, B))
     k_rows = k_base + keys.to(gl.int64) * call.k.row_stride
-    s = gl.zeros([64, 16], gl.float32, layouts.small())
+    s = gl.zeros([64 * gl.num_ctas(), 16], gl.float32, layouts.small(gl.num_ctas()))
     for first in range(0, config.D, 16):
         q_cols = first + gl.arange(0, 16, gl.SliceLayout(0, A))
         k_cols = first + gl.arange(0, 16, gl.SliceLayout(1, B))
@@ -41,7 +41,7 @@ def _scores(q_rows, q_inside, k_base, key, span, call, config):
 @gluon.jit
 def _values(v_base, key, first, span, call, config):
     """(16, COLUMNS) of V, from key `key` and column `first` on; keys past the end are 0."""
-    B: gl.constexpr = layouts.small_operand(1)
+    B: gl.constexpr = layouts.small_operand(1, gl.num_ctas())
     keys = key + gl.arange(0, 16, gl.SliceLayout(1, B))
     cols = first + gl.arange(0, COLUMNS, gl.SliceLayout(0, B))
     rows = v_base + keys.to(gl.int64) * call.v.row_stride
@@ -53,7 +53,7 @@ def _values(v_base, key, first, span, call, config):
 def _add(acc, p, v):
     """acc + P V where a key of weight 0 adds nothing, whatever its value; see `products.guarded_pv`, whose counts these
     are (16 keys, so each stays below 2**8)."""
-    A: gl.constexpr = layouts.small_operand(0)
+    A: gl.constexpr = layouts.small_operand(0, gl.num_ctas())
     v32 = v.to(gl.float32)
     finite = v32 * 0.0 == 0.0
     acc = mma_v2(gl.convert_layout(p.to(v.dtype), A), gl.where(finite, v32, 0.0).to(v.dtype), acc)
@@ -71,12 +71,12 @@ def _add(acc, p, v):
 @gluon.jit
 def _sweep(q_rows, q_inside, bases, row, column, keys, span, call, config):
     """m, l (64,) and COLUMNS columns of O, from `column` on, over the keys [begin, end)."""
-    L: gl.constexpr = layouts.small()
+    L: gl.constexpr = layouts.small(gl.num_ctas())
     begin, end = keys
     k_base, v_base = bases
-    m = gl.full([64], NEVER, gl.float32, gl.SliceLayout(1, L))
-    l = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, L))
-    acc = gl.zeros([64, COLUMNS], gl.float32, L)
+    m = gl.full([64 * gl.num_ctas()], NEVER, gl.float32, gl.SliceLayout(1, L))
+    l = gl.full([64 * gl.num_ctas()], 0.0, gl.float32, gl.SliceLayout(1, L))
+    acc = gl.zeros([64 * gl.num_ctas(), COLUMNS], gl.float32, L)
     for key in range(begin, end, 16):
         s = _scores(q_rows, q_inside, k_base, key, span, call, config)
         s = softmax.hide(s, row, key, span, config)
@@ -109,10 +109,11 @@ def rows_of(view, slab, span, query, head):
 def rewrite_rows(span, row, keys, call, config):
     """O and LSE of the 64 rows from `row` on, of the keys [begin, end). Must not use shared memory or barriers: in a
     function these are those of the whole CTA."""
-    L: gl.constexpr = layouts.small()
+    L: gl.constexpr = layouts.small(gl.num_ctas())
     kv_head = span.head // call.group
     bases = _slab(call.k, span.slab, kv_head, span.k_row), _slab(call.v, span.slab, kv_head, span.k_row)
-    query, head, q_inside = bounds.rows(span, row, gl.SliceLayout(1, layouts.small_operand(0)), call, config)
+    A: gl.constexpr = layouts.small_operand(0, gl.num_ctas())
+    query, head, q_inside = bounds.rows(span, row, gl.SliceLayout(1, A), call, config)
     q_rows = rows_of(call.q, span.slab, span, query, head)
     query, head, inside = bounds.rows(span, row, gl.SliceLayout(1, L), call, config)
     out_rows = rows_of(call.out, span.out_slab, span, query, head)

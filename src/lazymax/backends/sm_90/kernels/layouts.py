@@ -42,11 +42,12 @@ def left_operand(cols):
 
 
 @gluon.constexpr_function
-def small():
-    """Of a product of single warps (`mma.sync`), for the cold path."""
-    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8])
+def small(ctas):
+    """Of a product of single warps (`mma.sync`), for the cold path; each CTA of a pair has half of the rows."""
+    pair = {"cga_layout": [[1, 0]]} if ctas == 2 else {}
+    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8], **pair)
 
 
 @gluon.constexpr_function
-def small_operand(side):
-    return gl.DotOperandLayout(side, small(), 2)
+def small_operand(side, ctas):
+    return gl.DotOperandLayout(side, small(ctas), 2)

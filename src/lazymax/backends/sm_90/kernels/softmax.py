@@ -39,11 +39,12 @@ def _place(N: gl.constexpr, L: gl.constexpr):
 @gluon.jit
 def hide(s, row, key, span, config):
     """-inf outside the band and the length. row, key: query and key of the tile's first score."""
+    ROWS: gl.constexpr = s.shape[0]
     N: gl.constexpr = s.shape[1]
-    split = s.reshape([64, N // 8, 4, 2])
+    split = s.reshape([ROWS, N // 8, 4, 2])
     L: gl.constexpr = split.type.layout
     place = _place(N, L)
-    rows = gl.arange(0, 64, gl.SliceLayout(1, s.type.layout))
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, s.type.layout))
     if config.HEADS > 1:
         rows = rows % layouts.queries(config.HEADS)
     rows = assembly.here(rows)
@@ -53,7 +54,7 @@ def hide(s, row, key, span, config):
     inside = place <= _for_thread(last, L)
     if config.HAS_FIRST:
         inside = inside & (place >= _for_thread(assembly.here(row + span.first_offset - key) + rows, L))
-    return gl.convert_layout(gl.where(inside, split, float("-inf")).reshape([64, N]), s.type.layout)
+    return gl.convert_layout(gl.where(inside, split, float("-inf")).reshape([ROWS, N]), s.type.layout)
 
 
 @gluon.jit
