@@ -28,7 +28,8 @@ RUNGS: dict[str, dict[str, Any]] = {
     "exact, P at once": {"order": 0, "max3": False, "branch": False, "early": 128, "software": 0, "s_buffers": 2},
     "P in halves": {"early": 64, "chunk": 64, "degree": 2, "reads": 4, "order": 1, "s_buffers": 2},
     "narrow chunks": {"chunk": 16, "software": 16, "order": 4},
-    "snake": {"counter": False, "num_stages": 3},
+    "snake": {"scheduler": "snake", "num_stages": 3},
+    "counter": {"scheduler": "counter"},
 }
 # Some tiles of many blocks and some of few, several for every CTA: each ring goes round more than twice.
 CALLS = (
@@ -59,6 +60,8 @@ def simulate(row: BlackwellTile, call: Call, dtype: str, options: Options) -> tu
     problem = replace(problem, return_lse=options.seed // 2 % 2 == 0)
     launch = BlackwellLaunch.of_forward(problem, row)
     launch.ctas = (2, 3, 1)[options.seed % 3]
+    if launch.config.CLC.value:  # they take tiles from each other only if they are there together
+        options = replace(options, resident=launch.ctas)
     out = torch.empty_strided(q.shape, output_strides(q, row.head_dim), dtype=q.dtype).fill_(torch.nan)
     lse = torch.full(q.shape[:3], torch.nan)
     with activate(options):

@@ -30,7 +30,7 @@ LEVEL = "priced, not run on hardware"
 BANDS: dict[str, dict[str, Any]] = {"full": {}, "causal": {"causal": "bottom_right"}}
 BASE = {
     "software": 0, "branch": False, "early": 128, "chunk": 64, "order": 0, "max3": False, "s_buffers": 2,
-    "counter": False,
+    "scheduler": "snake",
 }  # fmt: skip
 # In the seed's order. The correction has warps of its own in each: what that takes off the softmax is in the columns
 # rescale_fma_cycles and rescale_tmem_cycles.

@@ -17,8 +17,10 @@ from simulators.gluon_sim.layouts import shared_offsets, tmem_offsets
 from simulators.gluon_sim.mlir import parse_constant, parse_type
 from simulators.gluon_sim.registers import register_order
 from simulators.gluon_sim.selftest.box import Box
-from simulators.gluon_sim.selftest.faults import ATTENTION, GEMM
+from simulators.gluon_sim.selftest.faults import ATTENTION, CANCEL, GEMM
 from simulators.gluon_sim.views import Footprint
+
+from lazymax.compat.tritons import has_clc, triton_version
 
 CALLS = "simulators.gluon_sim.selftest.calls"
 SEEDS = range(10)
@@ -89,8 +91,18 @@ ATTENTION_FAULTS = {
 }
 
 
+CANCEL_FAULTS: dict[str, tuple[type[Exception], str]] = {
+    "expect_too_few_bytes": (gs.Deadlock, "-8 bytes outstanding"),
+    "no_wait": (gs.SimError, "nothing has waited|hold no data|no parity"),
+    "no_fence": (gs.MissingFence, "clc.try_cancel"),
+    "id_of_a_refusal": (gs.SimError, "request that cancelled none"),
+    "ask_again": (gs.SimError, "after an answer that no program was cancelled"),
+}
+
+
 def test_every_fault_has_its_test() -> None:
     assert {*GEMM_FAULTS, "none"} == {*GEMM} and {*ATTENTION_FAULTS, "none"} == {*ATTENTION}
+    assert {*CANCEL_FAULTS, "none"} == {*CANCEL}
 
 
 @pytest.mark.parametrize("fault", GEMM_FAULTS)
@@ -105,6 +117,28 @@ def test_faults_of_a_blackwell_pipeline(fault: str, worker: Worker) -> None:
     for seed in SEEDS:
         with pytest.raises(ATTENTION_FAULTS[fault]):
             worker.call(f"{CALLS}:attention", Options(target="sm_100", seed=seed, insert_fences=False), fault)
+
+
+needs_clc = pytest.mark.skipif(not has_clc(triton_version() or ""), reason="needs Triton 3.9: no CLC before")
+
+
+@needs_clc
+@pytest.mark.parametrize("resident", [1, 3])
+def test_cancelled_programs_never_start(resident: int, worker: Worker) -> None:
+    started = {
+        worker.call(f"{CALLS}:cancel", Options(target="sm_100", seed=seed, resident=resident)).programs
+        for seed in range(30)
+    }
+    assert len(started) > 1 and min(started) == resident  # requests are refused too
+
+
+@needs_clc
+@pytest.mark.parametrize("fault", CANCEL_FAULTS)
+def test_faults_of_launch_control(fault: str, worker: Worker) -> None:
+    kind, words = CANCEL_FAULTS[fault]
+    for seed in SEEDS:
+        with pytest.raises(kind, match=words):
+            worker.call(f"{CALLS}:cancel", Options(target="sm_100", seed=seed, insert_fences=False), fault)
 
 
 def test_a_race_is_named(worker: Worker) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -96,10 +97,12 @@ def _run(exe: Executable, dims: Dims, values: list[Any], gmem: GlobalMemory, opt
     ids = [(x, y, z) for z, y, x in itertools.product(range(dims[2]), range(dims[1]), range(dims[0]))]
     if opt.programs is not None:
         ids = [i for i in ids if opt.programs(i)]
+    pending = deque(ids)
     with np.errstate(all="ignore"):
-        for at in range(0, len(ids), opt.resident):
+        while pending:
+            now = [pending.popleft() for _ in range(min(opt.resident, len(pending)))]
             ctas = [
-                Cta(i, dims, gmem, rng, stats, smem_bytes=limit, races=opt.races) for i in ids[at : at + opt.resident]
+                Cta(i, dims, gmem, rng, stats, pending=pending, smem_bytes=limit, races=opt.races) for i in now
             ]
             for cta in ctas:
                 exe.start(cta, values)

@@ -136,7 +136,8 @@ class Stats:
 
     steps: int = 0
     async_ops: int = 0
-    programs: int = 0
+    programs: int = 0  # that were started
+    cancelled: int = 0  # see operations/launch_control.py
     shared_bytes: int = 0
     tmem_columns: int = 0
 
@@ -152,6 +153,7 @@ class Cta:
         rng: random.Random,
         stats: Stats,
         *,
+        pending: deque[Dims],
         smem_bytes: int,
         races: bool,
     ) -> None:
@@ -159,6 +161,7 @@ class Cta:
         self.pid, self.grid = pid, grid
         self.linear = (pid[2] * grid[1] + pid[1]) * grid[0] + pid[0]
         self.gmem, self.rng, self.stats = gmem, rng, stats
+        self.pending = pending  # programs of the launch that have not started
         self.smem = Space("shared", smem_bytes, races)
         self.tmem = Space("tensor", TMEM_COLUMNS * TMEM_COLUMN_BYTES, races)
         self.spaces = (self.smem, self.tmem)
@@ -168,6 +171,8 @@ class Cta:
         self.engines: list[Engine] = []
         self.loads = Unordered(self, "TMA loads")
         self.writes = Unordered(self, "global writes of TMA stores")
+        self.requests = Unordered(self, "requests to cancel a program")
+        self.refused = False  # an answer to one was read that said no
         self.allocs = 0
 
     def new_bit(self) -> int:

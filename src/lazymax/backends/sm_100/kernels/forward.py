@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 from .copies import loads, stores
 from .correction import correction
 from .products import products
-from .schedule import ROLES
+from .schedule import ROLES, slots
 from .softmax import softmax
 
 
@@ -36,6 +36,7 @@ class Config(NamedTuple):
     SLOTS: Any  # of the ring of K and V
     S_BUFFERS: Any  # of scores in tensor memory: 2, or 3 at head dim 64
     COUNTER: Any  # tiles are drawn from a counter, see schedule.py
+    CLC: Any  # they are drawn from the grid, see there
     SOFTWARE: Any  # columns of every 16 whose exp2 is on the FMA pipe, even
     DEGREE: Any  # of its polynomial: 2, 3 or 5
     EARLY: Any  # columns of P that are published before the rest: 64, 96, or 128 for all at once
@@ -129,7 +130,6 @@ def _allocate(call, config):
     out = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 128, D], call.out_tiles.layout)
     stats = gl.allocate_shared_memory(gl.float32, [4, 128], NUMBERS)
     flags = gl.allocate_shared_memory(gl.int32, [2, 1], NUMBERS)
-    drawn = gl.allocate_shared_memory(gl.int32, [2, 1], NUMBERS)
     s = allocate_tensor_memory(gl.float32, [BUFFERS, 128, 128], TensorMemoryLayout((128, 128), col_stride=1))
     o = allocate_tensor_memory(gl.float32, [2, 128, D], TensorMemoryLayout((128, D), col_stride=1))
     bars = Barriers(_barriers(2, 1), _barriers(2, 1), _barriers(config.SLOTS, 1), _barriers(config.SLOTS, 1),
@@ -137,15 +137,15 @@ def _allocate(call, config):
                     _barriers(2, 1), _barriers(2, 1), _barriers(2, 1), _barriers(2, 1), _barriers(2, 1),
                     _barriers(2, ROLES))
     fence_async_shared()
-    return Memory(q, kv, out, stats, flags, drawn, s, o), bars
+    return Memory(q, kv, out, stats, flags, slots(config), s, o), bars
 
 
 @gluon.jit(do_not_specialize=["heads_together", "q_len", "kv_len", "first_offset", "last_offset", "heads", "q_heads",
                               "group"])
 def attention_forward(q, k, v, out, lse, q_tiles, k_tiles, v_tiles, out_tiles, counter, heads_together, scale_log2,
                       threshold, q_len, kv_len, first_offset, last_offset, heads, q_heads, group, config):
-    """out = softmax(scale * q @ k^T inside the band) @ v. Grid: (CTAs,), at most as many as tiles; 4 warps and those of
-    the other roles.
+    """out = softmax(scale * q @ k^T inside the band) @ v. Grid: (CTAs,), at most as many as tiles, with CLC as many; 4
+    warps and those of the other roles.
 
     q, out (B, Hq, Sq, D), k, v (B, Hkv, Sk, D): `memory.View`s, fp16 or bf16, used by the cold path, and descriptors
     with blocks of 128 rows. lse: (B, Hq, Sq) fp32, contiguous. counter: one int32, 0, under COUNTER.
