@@ -8,12 +8,14 @@ from typing import Any
 import blackwell
 import pytest
 import torch
+import triton
 from blackwell import CALLS, LONG, ROWS, RUNGS
 from simulators.gluon_sim import Worker
 from turns import FLOOR, mine
 
 from lazymax import arch as arches
-from lazymax.dispatch import plan
+from lazymax.compat import tritons
+from lazymax.dispatch import Explanation, plan
 from lazymax.problem import Problem
 from lazymax.testing import check_attention
 
@@ -156,12 +158,23 @@ def test_each_arch_has_its_rows(arch: str, software: bool) -> None:
 
 
 def test_the_first_tiles_of_a_launch() -> None:
-    """At most a CTA for each tile; heads go in sections only where tiles are drawn from a counter."""
+    """Heads go in sections only where tiles are drawn."""
     full, causal = (Problem.from_shape(SHAPE, "bf16", **rules) for rules in BANDS[:2])
-    for problem, counter in ((full, False), (causal, True)):
+    for problem, drawn in ((full, False), (causal, True)):
         launch = ROWS[0].prepare(problem, None)  # type: ignore[arg-type]
-        assert launch.config.COUNTER.value is counter
+        clc = tritons.has_clc(triton.__version__)
+        assert (launch.config.COUNTER.value, launch.config.CLC.value) == (drawn and not clc, drawn and clc)
         assert launch.heads_together == 128
     long = replace(causal, kv_len=2**17)
     assert ROWS[0].prepare(long, None).heads_together == 4  # type: ignore[arg-type]
-    assert replace(ROWS[0], counter=False).prepare(long, None).heads_together == 128  # type: ignore[arg-type]
+    assert replace(ROWS[0], scheduler="snake").prepare(long, None).heads_together == 128  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("version, who", [("3.6.0", "from a counter"), ("3.9.0", "from the grid"), ("3.10.0", "from the grid")])
+def test_explain_says_who_deals_the_tiles(version: str, who: str) -> None:
+    arch = replace(arches.by_name("sm_100"), triton=version)
+    full, causal = (
+        str(Explanation(problem, arch, plan(problem, arch)))
+        for problem in (Problem.from_shape(SHAPE, "bf16", **rules) for rules in BANDS[:2])
+    )
+    assert "drawn" not in full and f"drawn {who}" in causal

@@ -8,7 +8,6 @@ import torch
 import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ...compat.tritons import has_clc
 from ...extras import NO_EXTRAS, Extras
 from ...kernels.launch import constant, positive_scale, start, view_strides
 from ...kernels.memory import View
@@ -44,8 +43,7 @@ class BlackwellLaunch:
         assert p.head_dim == p.v_head_dim == tile.head_dim and not p.ragged
         assert tile.s_buffers == 2 or (tile.s_buffers == 3 and tile.head_dim == 64 and tile.num_stages >= 3)
         assert tile.early in (64, 96, 128) and tile.early % tile.chunk == 0
-        unequal = (p.first_offset, p.last_offset) != (None, None)
-        clc = tile.scheduler == "clc" and has_clc(triton.__version__)
+        draws = tile.draws(p, triton.__version__)
         config = Config(
             D=p.head_dim,
             D_V=p.v_head_dim,
@@ -55,8 +53,8 @@ class BlackwellLaunch:
             STORE_LSE=p.return_lse,
             SLOTS=tile.num_stages,
             S_BUFFERS=tile.s_buffers,
-            COUNTER=unequal and tile.scheduler != "snake" and not clc,
-            CLC=unequal and clc,
+            COUNTER=draws == "counter",
+            CLC=draws == "clc",
             SOFTWARE=tile.software,
             DEGREE=LSE_DEGREE if p.return_lse else tile.degree,
             EARLY=tile.early,

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...arch import Arch
+from ...compat.tritons import FLOOR, has_clc
 from ...problem import Problem
 from .. import HALF, Tile
 
@@ -51,6 +52,19 @@ class BlackwellTile(Tile):
             f"{self.block_m} queries x {self.block_n} keys, a role for every group of warps, {self.s_buffers} buffers "
             f"of scores, {self.num_stages} slots of K and V, {share}, rescale only where a row needs it"
         )
+
+    def draws(self, problem: Problem, version: str) -> str:
+        """Who deals the tiles, under a Triton of this version. Equal ones need nobody."""
+        if (problem.first_offset, problem.last_offset) == (None, None):
+            return "snake"
+        return "counter" if self.scheduler == "clc" and not has_clc(version) else self.scheduler
+
+    def describe_for(self, problem: Problem, arch: Arch) -> str | None:
+        return {
+            "snake": None,
+            "counter": "tiles of unequal length are drawn from a counter in memory",
+            "clc": "tiles of unequal length are drawn from the grid, by cluster launch control",
+        }[self.draws(problem, arch.triton or FLOOR)]
 
     def refusal(self, problem: Problem, arch: Arch) -> str | None:
         return self.inability(problem, arch) or self._too_small(problem, arch)
