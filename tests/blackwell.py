@@ -30,6 +30,8 @@ RUNGS: dict[str, dict[str, Any]] = {
     "narrow chunks": {"chunk": 16, "software": 16, "order": 4},
     "snake": {"scheduler": "snake", "num_stages": 3},
     "counter": {"scheduler": "counter"},
+    "no split": {"split": False},
+    "no split, two buffers": {"split": False, "branch": False, "order": 0, "early": 64, "s_buffers": 2},
 }
 # Some tiles of many blocks and some of few, several for every CTA: each ring goes round more than twice.
 CALLS = (

@@ -63,6 +63,7 @@ class BlackwellLaunch:
             MAX3=tile.max3,
             READS=tile.reads,
             BRANCH=tile.branch,
+            SPLIT=tile.split,
             REGISTERS=tile.max_registers,
             HEADS=1,
             SOFTCAP=False,

@@ -35,13 +35,14 @@ class BlackwellTile(Tile):
     max3: bool = True
     reads: int = 1
     branch: bool = True
+    split: bool = True
     scheduler: str = "clc"  # of tiles of unequal length: "clc", which below Triton 3.9 is "counter", or "snake"
 
     @property
     def name(self) -> str:
         words = {f"early{self.early}": self.early < 128, f"exp{self.software}": True, f"d{self.degree}": self.software}
         words |= {f"o{self.order}": True, f"r{self.reads}": self.reads > 1}
-        words |= {"max2": not self.max3, "always": not self.branch}
+        words |= {"max2": not self.max3, "always": not self.branch, "unsplit": not self.split}
         words |= {self.scheduler: self.scheduler != "clc"}
         said = [f"{self.block_m}x{self.head_dim}", f"s{self.num_stages}", f"b{self.s_buffers}"]
         return "-".join(("tmem", *said, *(word for word, on in words.items() if on)))

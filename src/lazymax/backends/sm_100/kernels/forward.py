@@ -44,7 +44,8 @@ class Config(NamedTuple):
     ORDER: Any  # no chunk of P before the one so many earlier is done; 0: any order
     MAX3: Any  # maxima of three, in independent chains
     READS: Any  # loads that fetch a row of S
-    BRANCH: Any  # the correction jumps over a rescale that no row of its Q tile needs
+    BRANCH: Any  # a rescale that no row of its Q tile needs is jumped over
+    SPLIT: Any  # the correction rescales O, else each softmax the O of its Q tile
     REGISTERS: Any  # of a thread of the softmax; the correction gets what all others leave
     # Read by the cold path that sm_90 shares; of features that this kernel does not take.
     HEADS: Any
@@ -99,7 +100,7 @@ class Barriers(NamedTuple):
     full: Any  # of the ring of K and V
     empty: Any
     s_full: Any
-    p_full: Any  # two arrivals: the first columns of P are there, O is rescaled
+    p_full: Any  # under SPLIT two arrivals: the first columns of P are there, O is rescaled
     p_rest: Any
     stats_full: Any
     stats_empty: Any
@@ -124,6 +125,7 @@ def _allocate(call, config):
     DTYPE: gl.constexpr = call.q_tiles.dtype
     D: gl.constexpr = config.D
     BUFFERS: gl.constexpr = config.S_BUFFERS
+    ARRIVALS: gl.constexpr = 2 if config.SPLIT else 1
     NUMBERS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 128, D], call.q_tiles.layout)
     kv = gl.allocate_shared_memory(DTYPE, [config.SLOTS, 1, 1, 128, D], call.k_tiles.layout)
@@ -133,7 +135,7 @@ def _allocate(call, config):
     s = allocate_tensor_memory(gl.float32, [BUFFERS, 128, 128], TensorMemoryLayout((128, 128), col_stride=1))
     o = allocate_tensor_memory(gl.float32, [2, 128, D], TensorMemoryLayout((128, D), col_stride=1))
     bars = Barriers(_barriers(2, 1), _barriers(2, 1), _barriers(config.SLOTS, 1), _barriers(config.SLOTS, 1),
-                    _barriers(BUFFERS, 1), _barriers(BUFFERS, 2), _barriers(BUFFERS, 1), _barriers(2, 1),
+                    _barriers(BUFFERS, 1), _barriers(BUFFERS, ARRIVALS), _barriers(BUFFERS, 1), _barriers(2, 1),
                     _barriers(2, 1), _barriers(2, 1), _barriers(2, 1), _barriers(2, 1), _barriers(2, 1),
                     _barriers(2, ROLES))
     fence_async_shared()
