@@ -9,7 +9,7 @@ import blackwell
 import pytest
 import torch
 import triton
-from blackwell import CALLS, LONG, ROWS, RUNGS
+from blackwell import CALLS, LONG, QUICK, ROWS, RUNGS
 from simulators.gluon_sim import Worker
 from turns import FLOOR, mine
 
@@ -52,9 +52,12 @@ def test_rows_on_the_gpu(index: int, which: int, device: str) -> None:
 
 @pytest.mark.parametrize("index", range(len(ROWS)), ids=NAMES)
 def test_rows_in_the_simulator(index: int, sim: Worker) -> None:
-    """Every call on the oldest Triton, a third of them on the others; fewer where only the share of exp2 differs."""
+    """Ten schedules and more for a row on the oldest Triton: every call, or, where only the share of exp2 differs, a
+    sixth of them and quick ones. A third and a sixth on the others."""
     row = ROWS[index]
     of = list(range(index % 4, len(CALLS), (1 if FLOOR else 3) if row.software else 6))
+    of += QUICK if FLOOR and not row.software else []
+    assert not FLOOR or len(of) >= 10
     wrong = sim.call("blackwell:seeds", row, "bf16", of[::2]) + sim.call("blackwell:seeds", row, "fp16", of[1::2])
     assert not wrong, "\n".join(wrong)
 
