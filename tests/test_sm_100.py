@@ -173,7 +173,9 @@ def test_the_first_tiles_of_a_launch() -> None:
     assert replace(ROWS[0], scheduler="snake").prepare(long, None).heads_together == 128  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("version, who", [("3.6.0", "from a counter"), ("3.9.0", "from the grid"), ("3.10.0", "from the grid")])
+@pytest.mark.parametrize(
+    "version, who", [("3.6.0", "from a counter"), ("3.9.0", "from the grid"), ("3.10.0", "from the grid")]
+)
 def test_explain_says_who_deals_the_tiles(version: str, who: str) -> None:
     arch = replace(arches.by_name("sm_100"), triton=version)
     full, causal = (

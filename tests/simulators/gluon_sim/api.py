@@ -101,9 +101,7 @@ def _run(exe: Executable, dims: Dims, values: list[Any], gmem: GlobalMemory, opt
     with np.errstate(all="ignore"):
         while pending:
             now = [pending.popleft() for _ in range(min(opt.resident, len(pending)))]
-            ctas = [
-                Cta(i, dims, gmem, rng, stats, pending=pending, smem_bytes=limit, races=opt.races) for i in now
-            ]
+            ctas = [Cta(i, dims, gmem, rng, stats, pending=pending, smem_bytes=limit, races=opt.races) for i in now]
             for cta in ctas:
                 exe.start(cta, values)
             run_ctas(ctas, rng, opt.max_steps)

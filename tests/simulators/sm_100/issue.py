@@ -1,9 +1,9 @@
 """How long a block of keys takes: warps of one quarter issue in order, beside the tensor pipe. An estimate.
 
-Two softmax warps, one for each tile of 128 queries, and the correction warp issue what every iteration of their loops
-passes through (without a correction the softmax rescales); each instruction waits for its registers, its pipe and the barriers. The tensor pipe runs the products
-in the order of the kernel and waits for what the warps publish. K and V are taken to be in shared memory in time, and
-shared memory to have no other traffic.
+Two softmax warps, one for each tile of 128 queries, and the correction warp, if there is one, issue what every
+iteration of their loops passes through; each instruction waits for its registers, its pipe and the barriers. The tensor
+pipe runs the products in the order of the kernel and waits for what the warps publish. K and V are taken to be in
+shared memory in time, and shared memory to have no other traffic.
 
 No hardware stands behind it. `Latencies` are assumed; TENSOR_SHARE was chosen among 1, 0.87 and 0.80 because a kernel
 like Triton's public Gluon example then had the published ratio to FlashAttention-4, and CLOCK_SHARE puts FA4's own

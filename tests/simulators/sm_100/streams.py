@@ -83,8 +83,8 @@ def _from(slots: list[Slot], at: int) -> list[Slot]:
 
 
 def softmax_slots(loop: Loop, schedule: Schedule, latencies: Latencies, split: bool) -> list[Slot]:
-    """Of an iteration, from its wait for S on; what it publishes are alpha, if it does not rescale O itself (split), and
-    P in one or two parts."""
+    """Of an iteration, from its wait for S on; what it publishes are alpha (split: others rescale O), and P in one or
+    two parts."""
     code = loop.once if schedule.rescale and not split else loop.always
     slots = [_slot(instruction, latencies) for instruction in code]
     loads = [at for at, slot in enumerate(slots) if slot.pipe == "tmem_load"]

@@ -14,14 +14,7 @@ GEMM = {
     "expect_too_many_bytes": 10,
 }
 
-CANCEL = {
-    "none": 0,
-    "expect_too_few_bytes": 1,
-    "no_wait": 2,
-    "no_fence": 3,
-    "id_of_a_refusal": 4,
-    "ask_again": 5,
-}
+CANCEL = {"none": 0, "expect_too_few_bytes": 1, "no_wait": 2, "no_fence": 3, "id_of_a_refusal": 4, "ask_again": 5}
 
 ATTENTION = {
     "none": 0,

@@ -218,7 +218,7 @@ def cancel(dst, FAULT: gl.constexpr):
         if FAULT != 3:
             fence_async_shared()
         more = said.is_canceled()
-        if FAULT == 4:
+        if FAULT == 4:  # noqa: SIM114 (known when it is compiled, the other when it runs)
             at = said.program_id(0) * 4 + said.program_id(1)
         elif more:
             at = said.program_id(0) * 4 + said.program_id(1)
