@@ -25,12 +25,15 @@ from lazymax.testing import check_attention
 # Those of pairs of CTAs last.
 ROWS = [row for row in registry()["sm_100"].forward if isinstance(row, BlackwellTile)]
 ROWS.sort(key=lambda row: row.pair)
-# Each rung the other way, beside the row of its head dim.
+# Each rung the other way, beside the row of its head dim. By default one has the call of its place here.
 RUNGS: dict[str, dict[str, Any]] = {
     "exact, P at once": {"order": 0, "max3": False, "branch": False, "early": 128, "software": 0, "s_buffers": 2},
     "P in halves": {"early": 64, "chunk": 64, "degree": 2, "reads": 4, "order": 1, "s_buffers": 2},
+    "no split": {"split": False},
     "narrow chunks": {"chunk": 16, "software": 16, "order": 4},
-    "snake": {"counter": False, "num_stages": 3},
+    "snake": {"scheduler": "snake", "num_stages": 3},
+    "counter": {"scheduler": "counter"},
+    "no split, two buffers": {"split": False, "branch": False, "order": 0, "early": 64, "s_buffers": 2},
 }
 # Some tiles of many blocks and some of few, several for every CTA: each ring goes round more than twice.
 CALLS = (
@@ -64,6 +67,8 @@ LONG = (
     Call((2, 2, 2, 390, 900), {"window": (300, 10), "window_align": "bottom_right"}, "large", "bshd"),
     Call((1, 5, 1, 300, 1100), {}, "rising", "padded"),
 )  # with --slow
+# More schedules of calls that take a second, all of one build: causal, with the LSE.
+QUICK = [seed for seed in range(13, 61) if seed % 13 in (1, 5, 7, 8) and seed // 2 % 2 == 0]
 
 
 def simulate(row: BlackwellTile, call: Call, dtype: str, options: Options) -> tuple[bool, str]:
@@ -72,6 +77,8 @@ def simulate(row: BlackwellTile, call: Call, dtype: str, options: Options) -> tu
     problem = replace(problem, return_lse=options.seed // 2 % 2 == 0)
     launch = BlackwellLaunch.of_forward(problem, row)
     launch.ctas = (2, 3, 1)[options.seed % 3]
+    if launch.config.CLC.value:  # they take tiles from each other only if they are there together
+        options = replace(options, resident=launch.ctas)
     out = torch.empty_strided(q.shape, output_strides(q, row.head_dim), dtype=q.dtype).fill_(torch.nan)
     lse = torch.full(q.shape[:3], torch.nan)
     with activate(options):

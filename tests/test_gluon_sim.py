@@ -17,9 +17,11 @@ from simulators.gluon_sim.layouts import shared_offsets, tmem_offsets
 from simulators.gluon_sim.mlir import parse_constant, parse_type
 from simulators.gluon_sim.registers import register_order
 from simulators.gluon_sim.selftest.box import Box
-from simulators.gluon_sim.selftest.faults import ATTENTION, GEMM, PAIR
+from simulators.gluon_sim.selftest.faults import ATTENTION, CANCEL, GEMM, PAIR
 from simulators.gluon_sim.views import Footprint
 from turns import FLOOR
+
+from lazymax.compat.tritons import has_clc, triton_version
 
 CALLS = "simulators.gluon_sim.selftest.calls"
 SEEDS = range(10)
@@ -99,11 +101,18 @@ PAIR_FAULTS = {
     "no_commit_kv": (gs.Deadlock,),
     "products_wait_for_one_half": (gs.RaceError, gs.UninitialisedRead),
 }
+CANCEL_FAULTS: dict[str, tuple[type[Exception], str]] = {
+    "expect_too_few_bytes": (gs.Deadlock, "-8 bytes outstanding"),
+    "no_wait": (gs.SimError, "nothing has waited|hold no data|no parity"),
+    "no_fence": (gs.MissingFence, "clc.try_cancel"),
+    "id_of_a_refusal": (gs.SimError, "request that cancelled none"),
+    "ask_again": (gs.SimError, "after an answer that no program was cancelled"),
+}
 
 
 def test_every_fault_has_its_test() -> None:
     assert {*GEMM_FAULTS, "none"} == {*GEMM} and {*ATTENTION_FAULTS, "none"} == {*ATTENTION}
-    assert {*PAIR_FAULTS, "none"} == {*PAIR}
+    assert {*PAIR_FAULTS, "none"} == {*PAIR} and {*CANCEL_FAULTS, "none"} == {*CANCEL}
 
 
 @pytest.mark.parametrize("fault", GEMM_FAULTS)
@@ -157,6 +166,28 @@ def test_what_each_cta_of_a_pair_has(worker: Worker) -> None:
 def test_what_crosses_from_cta_to_cta_is_refused(worker: Worker) -> None:
     with pytest.raises(gs.Unsupported, match="a reduction over the parts of two CTAs"):
         worker.call(f"{CALLS}:maximum_of_a_pair")
+
+
+needs_clc = pytest.mark.skipif(not has_clc(triton_version() or ""), reason="needs Triton 3.9: no CLC before")
+
+
+@needs_clc
+@pytest.mark.parametrize("resident", [1, 3])
+def test_cancelled_programs_never_start(resident: int, worker: Worker) -> None:
+    started = {
+        worker.call(f"{CALLS}:cancel", Options(target="sm_100", seed=seed, resident=resident)).programs
+        for seed in range(30)
+    }
+    assert len(started) > 1 and min(started) == resident  # requests are refused too
+
+
+@needs_clc
+@pytest.mark.parametrize("fault", CANCEL_FAULTS)
+def test_faults_of_launch_control(fault: str, worker: Worker) -> None:
+    kind, words = CANCEL_FAULTS[fault]
+    for seed in SEEDS:
+        with pytest.raises(kind, match=words):
+            worker.call(f"{CALLS}:cancel", Options(target="sm_100", seed=seed, insert_fences=False), fault)
 
 
 def test_a_race_is_named(worker: Worker) -> None:

@@ -8,12 +8,14 @@ from typing import Any
 import blackwell
 import pytest
 import torch
-from blackwell import CALLS, LONG, PAIRED, ROWS, RUNGS
+import triton
+from blackwell import CALLS, LONG, PAIRED, QUICK, ROWS, RUNGS
 from simulators.gluon_sim import Worker
 from turns import FLOOR, mine
 
 from lazymax import arch as arches
-from lazymax.dispatch import plan
+from lazymax.compat import tritons
+from lazymax.dispatch import Explanation, plan
 from lazymax.problem import Problem
 from lazymax.testing import check_attention
 
@@ -51,8 +53,9 @@ def test_rows_on_the_gpu(index: int, which: int, device: str) -> None:
 
 @pytest.mark.parametrize("index", range(len(ROWS)), ids=NAMES)
 def test_rows_in_the_simulator(index: int, sim: Worker) -> None:
-    """Every call on the oldest Triton, a third of them on the others; fewer where only the share of exp2 differs. Of
-    pairs of CTAs those that want the LSE, and one that does not."""
+    """Ten schedules and more for a row on the oldest Triton: every call, or, where only the share of exp2 differs, a
+    sixth of them and quick ones. A third and a sixth on the others. Of pairs of CTAs those that want the LSE, and one
+    that does not."""
     row = ROWS[index]
     if row.pair:
         paired(row)
@@ -60,6 +63,8 @@ def test_rows_in_the_simulator(index: int, sim: Worker) -> None:
         assert not wrong, "\n".join(wrong)
         return
     of = list(range(index % 4, len(CALLS), (1 if FLOOR else 3) if row.software else 6))
+    of += QUICK if FLOOR and not row.software else []
+    assert not FLOOR or len(of) >= 10
     wrong = sim.call("blackwell:seeds", row, "bf16", of[::2]) + sim.call("blackwell:seeds", row, "fp16", of[1::2])
     assert not wrong, "\n".join(wrong)
 
@@ -198,12 +203,25 @@ def test_pairs_of_ctas_are_for_full_bands_that_fill_them() -> None:
 
 
 def test_the_first_tiles_of_a_launch() -> None:
-    """At most a CTA for each tile; heads go in sections only where tiles are drawn from a counter."""
+    """Heads go in sections only where tiles are drawn."""
     full, causal = (Problem.from_shape(SHAPE, "bf16", **rules) for rules in BANDS[:2])
-    for problem, counter in ((full, False), (causal, True)):
+    for problem, drawn in ((full, False), (causal, True)):
         launch = ROWS[0].prepare(problem, None)  # type: ignore[arg-type]
-        assert launch.config.COUNTER.value is counter
+        clc = tritons.has_clc(triton.__version__)
+        assert (launch.config.COUNTER.value, launch.config.CLC.value) == (drawn and not clc, drawn and clc)
         assert launch.heads_together == 128
     long = replace(causal, kv_len=2**17)
     assert ROWS[0].prepare(long, None).heads_together == 4  # type: ignore[arg-type]
-    assert replace(ROWS[0], counter=False).prepare(long, None).heads_together == 128  # type: ignore[arg-type]
+    assert replace(ROWS[0], scheduler="snake").prepare(long, None).heads_together == 128  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "version, who", [("3.6.0", "from a counter"), ("3.9.0", "from the grid"), ("3.10.0", "from the grid")]
+)
+def test_explain_says_who_deals_the_tiles(version: str, who: str) -> None:
+    arch = replace(arches.by_name("sm_100"), triton=version)
+    full, causal = (
+        str(Explanation(problem, arch, plan(problem, arch)))
+        for problem in (Problem.from_shape(SHAPE, "bf16", **rules) for rules in BANDS[:2])
+    )
+    assert "drawn" not in full and f"drawn {who}" in causal

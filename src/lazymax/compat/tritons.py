@@ -55,6 +55,11 @@ def branch_rescale_fault(version: str, matrix_unit: str) -> str | None:
     return None
 
 
+def has_clc(version: str) -> bool:
+    """Whether Gluon has cluster launch control (Blackwell): 3.9.0 has, 3.6.0 has not."""
+    return release(version) >= (3, 9)
+
+
 def least_columns(matrix_unit: str) -> int:
     """Columns that a tile of q, k or v must have at least; a tail behind such a tile may be narrower.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -96,15 +97,19 @@ def _run(exe: Executable, dims: Dims, values: list[Any], gmem: GlobalMemory, opt
     ids = [(x, y, z) for z, y, x in itertools.product(range(dims[2]), range(dims[1]), range(dims[0]))]
     if opt.programs is not None:
         ids = [i for i in ids if opt.programs(i)]
+    pending = deque(ids)
     with np.errstate(all="ignore"):
-        for at in range(0, len(ids), opt.resident):
-            now = ids[at : at + opt.resident]
-            ctas = []
+        while pending:
+            now = [pending.popleft() for _ in range(min(opt.resident, len(pending)))]
+            ctas: list[Cta] = []
             for i in now:
                 first = None
                 for _ in range(exe.module.ctas):
-                    ctas.append(Cta(i, dims, gmem, rng, stats, smem_bytes=limit, races=opt.races, first=first))
-                    first = ctas[-1].ctas[0]
+                    cta = Cta(
+                        i, dims, gmem, rng, stats, pending=pending, smem_bytes=limit, races=opt.races, first=first
+                    )
+                    ctas.append(cta)
+                    first = cta.ctas[0]
             for cta in ctas:
                 exe.start(cta, values)
             run_ctas(ctas, rng, opt.max_steps)

@@ -137,7 +137,8 @@ class Stats:
 
     steps: int = 0
     async_ops: int = 0
-    programs: int = 0
+    programs: int = 0  # that were started
+    cancelled: int = 0  # see operations/launch_control.py
     shared_bytes: int = 0
     tmem_columns: int = 0
 
@@ -153,6 +154,7 @@ class Cta:
         rng: random.Random,
         stats: Stats,
         *,
+        pending: deque[Dims],
         smem_bytes: int,
         races: bool,
         first: Cta | None = None,
@@ -165,6 +167,7 @@ class Cta:
         # Of a pair, each CTA owns what it writes.
         self.linear = (self.rank * grid[2] + pid[2]) * grid[1] * grid[0] + pid[1] * grid[0] + pid[0]
         self.gmem, self.rng, self.stats = gmem, rng, stats
+        self.pending = pending  # programs of the launch that have not started
         self.smem = Space("shared", smem_bytes, races)
         self.tmem = Space("tensor", TMEM_COLUMNS * TMEM_COLUMN_BYTES, races)
         self.spaces: list[Space] = first.spaces if first else []  # of the pair
@@ -176,6 +179,8 @@ class Cta:
         self.engines: list[Engine] = []
         self.loads = Unordered(self, "TMA loads")
         self.writes = Unordered(self, "global writes of TMA stores")
+        self.requests = Unordered(self, "requests to cancel a program")
+        self.refused = False  # an answer to one was read that said no
         self.allocs = 0
 
     @property

@@ -32,6 +32,7 @@ CHANGES = {
     "ttng.warp_group_dot_wait": (FEWER,),
     "ttng.async_copy_mbarrier_arrive": (DROP,),
     "ttg.async_wait": (FEWER,),
+    "ttng.clc_try_cancel": (DROP,),
     "tt.elementwise_inline_asm": (NAMED,),
 }
 BARRIER_TEXT = r"\bbar(?:rier)?\.(?:sync|arrive)[^;]*;"

@@ -1,9 +1,9 @@
 """How long a block of keys takes: warps of one quarter issue in order, beside the tensor pipe. An estimate.
 
-Two softmax warps, one for each tile of 128 queries, and the correction warp issue what every iteration of their loops
-passes through; each instruction waits for its registers, its pipe and the barriers. The tensor pipe runs the products
-in the order of the kernel and waits for what the warps publish. K and V are taken to be in shared memory in time, and
-shared memory to have no other traffic.
+Two softmax warps, one for each tile of 128 queries, and the correction warp, if there is one, issue what every
+iteration of their loops passes through; each instruction waits for its registers, its pipe and the barriers. The tensor
+pipe runs the products in the order of the kernel and waits for what the warps publish. K and V are taken to be in
+shared memory in time, and shared memory to have no other traffic.
 
 No hardware stands behind it. `Latencies` are assumed; TENSOR_SHARE was chosen among 1, 0.87 and 0.80 because a kernel
 like Triton's public Gluon example then had the published ratio to FlashAttention-4, and CLOCK_SHARE puts FA4's own
@@ -63,11 +63,14 @@ class _Warp:
 
 
 class _Quarter:
-    """Two softmax warps, a correction warp, and the tensor pipe."""
+    """Two softmax warps, a correction warp if there is one, and the tensor pipe."""
 
-    def __init__(self, softmax: Sequence[Loop], correction: Loop, schedule: Schedule, latencies: Latencies) -> None:
-        streams = [softmax_slots(loop, schedule, latencies) for loop in softmax]
-        streams.append(correction_slots(correction, schedule, latencies))
+    def __init__(
+        self, softmax: Sequence[Loop], correction: Loop | None, schedule: Schedule, latencies: Latencies
+    ) -> None:
+        streams = [softmax_slots(loop, schedule, latencies, correction is not None) for loop in softmax]
+        streams += [correction_slots(correction, schedule, latencies)] if correction else []
+        self.publishes = (*schedule.parts, "o") if correction else schedule.parts  # what a P V needs
         self.warps = [_Warp(number, slots) for number, slots in enumerate(streams)]
         self.schedule, self.latencies = schedule, latencies
         self.free: dict[str, float] = {}  # when a pipe is
@@ -147,11 +150,11 @@ class _Quarter:
                 self.events["s", tile, block] = self.tensor_free + latencies.product
             else:
                 first = self.schedule.parts[0]
-                needed = [(name, tile, block) for name in (*self.schedule.parts, "o")]
+                needed = [(name, tile, block) for name in self.publishes]
                 if not all(event in self.events for event in needed):
                     return
                 at = {event[0]: self.events[event] + latencies.wake for event in needed}
-                start = max(self.tensor_free, at[first], at["o"], self._corrected(tile, block))
+                start = max(self.tensor_free, at[first], at.get("o", 0.0), self._corrected(tile, block))
                 second = at.get("p2", 0.0)  # the rest of P
                 self.tensor_free = max(start + clocks * early / 128, second) + clocks * (1 - early / 128)
                 self.events["pv", tile, block] = self.tensor_free
@@ -179,7 +182,9 @@ class Estimate:
     answer: float
 
 
-def estimate(softmax: Sequence[Loop], correction: Loop, schedule: Schedule, latencies: Sequence[Latencies]) -> Estimate:
+def estimate(
+    softmax: Sequence[Loop], correction: Loop | None, schedule: Schedule, latencies: Sequence[Latencies]
+) -> Estimate:
     runs = [_Quarter(softmax, correction, schedule, of).run() for of in latencies]
     periods = [period for period, _ in runs]
     return Estimate(median(periods), min(periods), max(periods), median(answer for _, answer in runs))

@@ -46,6 +46,12 @@ class Kernel:
         return self.products is self.softmax[0]
 
     @property
+    def jumps(self) -> bool:
+        """The softmax jumps over its rescale. With a correction it has all its work in every iteration, and what is
+        conditional in it are a few retries of waits."""
+        return self.correction is None
+
+    @property
     def all(self) -> list[Loop]:
         found = [*self.softmax, *self.masked, self.correction, self.products, self.loads]
         return list({id(loop): loop for loop in found if loop}.values())
@@ -63,8 +69,9 @@ def hot_loops(text: str) -> dict[str, list[Loop]]:
     return {name: sorted(of, key=lambda loop: (len(loop.instructions), loop.address)) for name, of in inner.items()}
 
 
-def kernel(text: str, warps: int = 2) -> Kernel:
-    """From the output of nvdisasm. warps: of the softmax, on each quarter of a multiprocessor."""
+def kernel(text: str, warps: int = 2, split: bool = True) -> Kernel:
+    """From the output of nvdisasm. warps: of the softmax, on each quarter of a multiprocessor. split: a correction
+    rescales O."""
     found = hot_loops(text)
     steps = found.get("softmax") or found.get("whole")
     if not steps:
@@ -74,11 +81,11 @@ def kernel(text: str, warps: int = 2) -> Kernel:
     masked = tuple(steps[len(short) :])
     if "softmax" not in found:
         return Kernel(softmax, masked, steps[0])
-    one = {name: found.get(name, []) for name in ("products", "correction", "loads")}
+    one = {name: found.get(name, []) for name in ("products", "correction", "loads") if split or name != "correction"}
     if any(len(of) != 1 for of in one.values()):
         counted = ", ".join(f"{len(of)} of {name}" for name, of in one.items())
         raise ValueError(f"sm_100: expected one loop of each role beside the softmax, got {counted}")
-    return Kernel(softmax, masked, *(of[0] for of in one.values()))
+    return Kernel(softmax, masked, **{name: of[0] for name, of in one.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +152,7 @@ def price(of: Kernel, work: Products) -> Price:
     if found != work.count:
         raise ValueError(f"sm_100: {found} products in a loop, expected {work.count} for a block of {work.keys} keys")
     per = UNIT / (work.rows * work.keys)
-    # A whole kernel jumps over its rescale; a softmax with roles beside it has all its work in every iteration, and
-    # what is conditional in it are a few retries of waits.
-    always = [clocks(loop.always if of.whole else loop.instructions) for loop in of.softmax]
+    always = [clocks(loop.always if of.jumps else loop.instructions) for loop in of.softmax]
     most = [clocks(loop.instructions) for loop in of.softmax]
     if correction:
         always, most = [*always, clocks(correction.always)], [*most, clocks(correction.instructions)]
@@ -185,7 +190,7 @@ def price(of: Kernel, work: Products) -> Price:
 
 def estimate(of: Kernel, schedule: Schedule, latencies: Sequence[Latencies] = VARIED) -> Estimate | None:
     """See issue.py; None for a kernel without roles, whose warps it does not know."""
-    return issue.estimate(of.softmax, of.correction, schedule, latencies) if of.correction else None
+    return None if of.whole else issue.estimate(of.softmax, of.correction, schedule, latencies)
 
 
 def share(cycles: float, work: Products) -> float:

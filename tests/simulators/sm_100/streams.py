@@ -36,7 +36,7 @@ class Schedule:
     head_dim: int
     early: int = 128  # columns of P that are published first; 128: all at once
     buffers: int = 2  # of S: one for each tile of queries, or three that rotate
-    rescale: bool = False  # the correction takes its branch in every block
+    rescale: bool = False  # O is rescaled in every block
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -82,16 +82,18 @@ def _from(slots: list[Slot], at: int) -> list[Slot]:
     return slots[at:] + slots[:at]
 
 
-def softmax_slots(loop: Loop, schedule: Schedule, latencies: Latencies) -> list[Slot]:
-    """Of an iteration, from its wait for S on; what it publishes are alpha, and P in one or two parts."""
-    slots = [_slot(instruction, latencies) for instruction in loop.always]
+def softmax_slots(loop: Loop, schedule: Schedule, latencies: Latencies, split: bool) -> list[Slot]:
+    """Of an iteration, from its wait for S on; what it publishes are alpha (split: others rescale O), and P in one or
+    two parts."""
+    code = loop.once if schedule.rescale and not split else loop.always
+    slots = [_slot(instruction, latencies) for instruction in code]
     loads = [at for at, slot in enumerate(slots) if slot.pipe == "tmem_load"]
     waits = [at for at, slot in enumerate(slots) if slot.role == "wait"]
     if not loads or not waits:
         raise ValueError(f"softmax loop at {loop.address:#x}: expected a wait and a load of S in every iteration")
     slots = _from(slots, max((at for at in waits if at < loads[0]), default=waits[-1]))
     slots[0] = replace(slots[0], role="await", event="s")
-    names = ["alpha", *schedule.parts]
+    names = [*(["alpha"] if split else []), *schedule.parts]
     arrivals = [at for at, slot in enumerate(slots) if slot.role == "arrive"]
     if len(arrivals) != len(names):
         raise ValueError(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...extras import NO_EXTRAS, Extras
@@ -31,7 +32,7 @@ class BlackwellLaunch:
     options: dict[str, Any]
     heads_together: int  # see `bounds.tile`
     ctas: int | None = None  # at most, or pairs, side by side; None: one for each multiprocessor, or two
-    side_by_side: int | None = None  # CTAs, or pairs, of a call
+    side_by_side: int | None = None  # CTAs, or pairs, of a call; with CLC one a tile, most of which never start
     strides: tuple[tuple[int, ...], ...] | None = None  # of the views of q, k, v, out
     descriptors: tuple[TensorDescriptor, ...] | None = None  # of the first call's tensors
     binary: Callable[..., None] | None = None
@@ -43,6 +44,8 @@ class BlackwellLaunch:
         assert tile.s_buffers == 2 or (tile.s_buffers == 3 and tile.head_dim == 64 and tile.num_stages >= 3)
         assert tile.early in (64, 96, 128) and tile.early % tile.chunk == 0
         assert not tile.pair or (p.first_offset, p.last_offset, tile.head_dim, tile.s_buffers) == (None, None, 128, 2)
+        assert tile.split or not tile.pair
+        draws = tile.draws(p, triton.__version__)
         config = Config(
             ROWS=tile.block_m // 2,
             D=p.head_dim,
@@ -53,7 +56,8 @@ class BlackwellLaunch:
             STORE_LSE=p.return_lse,
             SLOTS=tile.num_stages,
             S_BUFFERS=tile.s_buffers,
-            COUNTER=tile.counter and (p.first_offset, p.last_offset) != (None, None),
+            COUNTER=draws == "counter",
+            CLC=draws == "clc",
             SOFTWARE=tile.software,
             DEGREE=LSE_DEGREE if p.return_lse else tile.degree,
             EARLY=tile.early,
@@ -62,6 +66,7 @@ class BlackwellLaunch:
             MAX3=tile.max3,
             READS=tile.reads,
             BRANCH=tile.branch,
+            SPLIT=tile.split,
             REGISTERS=tile.max_registers,
             HEADS=1,
             SOFTCAP=False,
@@ -69,7 +74,7 @@ class BlackwellLaunch:
         )
         # Triton's default for fusion flips in 3.10; the fused exponent wants it.
         options = dict(num_warps=tile.num_warps, num_ctas=tile.ctas, maxnreg=REGISTERS, enable_fp_fusion=True)
-        return cls(p, tile, constant(config), options, _heads_together(p, config.COUNTER))
+        return cls(p, tile, constant(config), options, _heads_together(p, config))
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -91,7 +96,8 @@ class BlackwellLaunch:
         tensors = (q, k, v, out)
         if self.strides is None or self.descriptors is None:
             tiles = p.q_tiles(self.tile.block_m) * p.q_heads
-            self.side_by_side = min(tiles, self.ctas or multiprocessors("sm_100", q.device) // self.tile.ctas)
+            most = self.ctas or multiprocessors("sm_100", q.device) // self.tile.ctas
+            self.side_by_side = tiles if self.config.CLC.value else min(tiles, most)
             self.strides = tuple(view_strides(t) for t in tensors)
             self.descriptors = tuple(self._describe(t, which) for which, t in enumerate(tensors))
         views = (View(t, *steps) for t, steps in zip(tensors, self.strides, strict=True))
@@ -122,10 +128,10 @@ class BlackwellLaunch:
         start(self, self.arguments(q, k, v, out, lse, extras))
 
 
-def _heads_together(p: Problem, counter: bool) -> int:
+def _heads_together(p: Problem, config: Config) -> int:
     """A static order balances only over all heads: in sections it left 10 to 38% idle (docs/notes/sm_100.md)."""
     heads = p.batch * p.q_heads
-    if not counter:
+    if not (config.CLC or config.COUNTER):
         return heads
     bytes_of_group = p.kv_len * (p.head_dim + p.v_head_dim) * 2
     return min(heads, max(1, L2_BUDGET // max(1, bytes_of_group)) * p.group)

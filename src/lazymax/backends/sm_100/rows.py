@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...arch import Arch
+from ...compat.tritons import FLOOR, has_clc
 from ...problem import Problem
 from .. import HALF, Tile
 
@@ -35,7 +36,8 @@ class BlackwellTile(Tile):
     max3: bool = True
     reads: int = 1
     branch: bool = True
-    counter: bool = True  # tiles of unequal length are drawn from a counter, else dealt by a snake
+    split: bool = True
+    scheduler: str = "clc"  # of tiles of unequal length: "clc", which below Triton 3.9 is "counter", or "snake"
 
     @property
     def pair(self) -> bool:
@@ -51,7 +53,8 @@ class BlackwellTile(Tile):
     def name(self) -> str:
         words = {f"early{self.early}": self.early < 128, f"exp{self.software}": True, f"d{self.degree}": self.software}
         words |= {f"o{self.order}": True, f"r{self.reads}": self.reads > 1}
-        words |= {"max2": not self.max3, "always": not self.branch, "snake": not self.counter}
+        words |= {"max2": not self.max3, "always": not self.branch, "unsplit": not self.split}
+        words |= {self.scheduler: self.scheduler != "clc"}
         said = [f"{self.block_m}x{self.head_dim}", f"s{self.num_stages}", f"b{self.s_buffers}"]
         return "-".join(("tmem", *said, *(word for word, on in words.items() if on)))
 
@@ -63,6 +66,19 @@ class BlackwellTile(Tile):
             f"{self.s_buffers} buffers of scores, {self.num_stages} slots of K and V, {share}, "
             "rescale only where a row needs it"
         )
+
+    def draws(self, problem: Problem, version: str) -> str:
+        """Who deals the tiles, under a Triton of this version. Equal ones need nobody."""
+        if (problem.first_offset, problem.last_offset) == (None, None):
+            return "snake"
+        return "counter" if self.scheduler == "clc" and not has_clc(version) else self.scheduler
+
+    def describe_for(self, problem: Problem, arch: Arch) -> str | None:
+        return {
+            "snake": None,
+            "counter": "tiles of unequal length are drawn from a counter in memory",
+            "clc": "tiles of unequal length are drawn from the grid, by cluster launch control",
+        }[self.draws(problem, arch.triton or FLOOR)]
 
     def refusal(self, problem: Problem, arch: Arch) -> str | None:
         return self.inability(problem, arch) or self._too_small(problem, arch)

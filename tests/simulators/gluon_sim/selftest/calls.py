@@ -121,6 +121,14 @@ def maximum_of_a_pair() -> None:
     simulate(kernels_pairs.maximum, (1,), torch.arange(256.0), torch.zeros(256), num_ctas=2, num_warps=4)
 
 
+def cancel(options: Options, fault: str = "none") -> Stats:
+    """Programs of 12 that cancel others: each is run once, by itself or by who cancelled it."""
+    dst = torch.zeros(12, dtype=torch.int32)
+    stats = simulate(kernels_blackwell.cancel, (3, 4), dst, faults.CANCEL[fault], options=options).stats
+    assert (dst == 1).all() and stats.programs + stats.cancelled == 12
+    return stats
+
+
 def named(options: Options) -> None:
     """named_barrier of kernels_small.py, which is right."""
     simulate(kernels_small.named_barrier, (1,), torch.zeros(128), True, options=options)

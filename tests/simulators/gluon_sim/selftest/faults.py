@@ -23,6 +23,7 @@ PAIR = {
     "no_commit_kv": 5,
     "products_wait_for_one_half": 6,
 }
+CANCEL = {"none": 0, "expect_too_few_bytes": 1, "no_wait": 2, "no_fence": 3, "id_of_a_refusal": 4, "ask_again": 5}
 
 ATTENTION = {
     "none": 0,

@@ -8,6 +8,7 @@ FAULT selects one deliberate bug; 0 is the correct pipeline.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import blackwell
 from triton.experimental.gluon.language.nvidia.blackwell import (
     TensorMemoryLayout,
     allocate_tensor_memory,
@@ -19,6 +20,8 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 )
 
 from .compat import tma_load, tma_store, tmem_columns_as, tmem_registers
+
+clc = getattr(blackwell, "clc", None)  # from Triton 3.9 on
 
 
 @gluon.jit
@@ -194,3 +197,31 @@ def product(a_desc, b_desc, dst):
     i = gl.arange(0, M, gl.SliceLayout(1, reg))
     j = gl.arange(0, N, gl.SliceLayout(0, reg))
     gl.store(dst + i[:, None] * N + j[None, :], acc.load(reg))
+
+
+@gluon.jit
+def cancel(dst, FAULT: gl.constexpr):
+    """Every program counts itself and those that it cancels."""
+    answer = gl.allocate_shared_memory(gl.int64, [2], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    bar = _bars(1, 1).index(0)
+    fence_async_shared()
+    at = gl.program_id(0) * 4 + gl.program_id(1)
+    phase = gl.to_tensor(0)
+    more = gl.to_tensor(True)
+    while more:
+        mbarrier.expect(bar, 8 if FAULT == 1 else 16)
+        clc.try_cancel(answer, bar)
+        gl.atomic_add(dst + at, 1)
+        if FAULT != 2:
+            mbarrier.wait(bar, phase)
+        said = clc.load_result(answer)
+        if FAULT != 3:
+            fence_async_shared()
+        more = said.is_canceled()
+        if FAULT == 4:  # noqa: SIM114 (known when it is compiled, the other when it runs)
+            at = said.program_id(0) * 4 + said.program_id(1)
+        elif more:
+            at = said.program_id(0) * 4 + said.program_id(1)
+        if FAULT == 5:
+            more = gl.to_tensor(True)
+        phase = phase ^ 1

@@ -1,5 +1,5 @@
-"""The role of the correction, four warps: O is rescaled in tensor memory where a row of the Q tile needs it, and in the
-end divided by the sums, checked and handed to the store."""
+"""The role of the correction, four warps: O is rescaled in tensor memory where a row of the Q tile needs it (under
+SPLIT), and in the end divided by the sums, checked and handed to the store."""
 
 from typing import Any, NamedTuple
 
@@ -12,9 +12,8 @@ from ...sm_90.kernels.bounds import has_keys
 from ...sm_90.kernels.copies import barrier
 from ...sm_90.kernels.softmax import doubtful, finish, lse_row
 from . import assembly, bounds, layouts, rings, schedule
+from .rescale import COLS, rescale
 from .softmax import total
-
-COLS = gl.constexpr(32)  # of O at a time, so that few registers are live
 
 
 class Cold(NamedTuple):
@@ -39,14 +38,6 @@ class Cold(NamedTuple):
 
 
 @gluon.jit
-def _rescale(o, alpha, config):
-    factor = layouts.spread(alpha, COLS)
-    for i in gl.static_range(config.D // COLS):
-        part = o.slice(i * COLS, COLS)
-        part.store(assembly.mul2(part.load(layouts.tile(config.ROWS, COLS)), factor))
-
-
-@gluon.jit
 def _visit(Q: gl.constexpr, buffer, handed, products, opened, memory, bars, config):
     """One block. opened: O holds something of this tile. The arrival at p_full of a tile's first block also says that
     the O of the tile before has been read."""
@@ -59,13 +50,7 @@ def _visit(Q: gl.constexpr, buffer, handed, products, opened, memory, bars, conf
     if config.S_BUFFERS == 3:
         # With two, the scores of a block are committed after the P V of the block before.
         mbarrier.wait(bars.o_full.index(Q), products & 1, pred=opened)
-    if config.BRANCH:
-        needed = gl.max(gl.where(own < 1.0, 1, 0), 0)
-        if (needed > 0) & opened:
-            _rescale(memory.o.index(Q), alpha, config)
-    else:
-        if opened:
-            _rescale(memory.o.index(Q), alpha, config)
+    rescale(memory.o.index(Q), alpha, own, opened, config)
     mbarrier.arrive(rings.of_scores(bars.p_full, Q, buffer, config), count=1)
 
 
@@ -98,7 +83,8 @@ def _close(t, Q: gl.constexpr, handed, products, count, memory, bars, call, conf
     mbarrier.wait(bars.stats_full.index(Q), handed & 1)
     l = memory.stats.index(2 * Q).load(layouts.rows(config.ROWS))
     m = memory.stats.index(2 * Q + 1).load(layouts.rows(config.ROWS))
-    mbarrier.arrive(bars.stats_empty.index(Q), count=1)
+    if config.SPLIT:
+        mbarrier.arrive(bars.stats_empty.index(Q), count=1)
     inverse, lse = finish(m, l, 1.0, call, span, config)
     mbarrier.wait(bars.o_full.index(Q), products & 1)
     mbarrier.wait(bars.out_empty.index(Q), (count & 1) ^ 1)
@@ -111,6 +97,8 @@ def _close(t, Q: gl.constexpr, handed, products, count, memory, bars, call, conf
         sums += layouts.to_rows(total((part,)), 128)
         out.slice(i * COLS, COLS, dim=1).store(assembly.mul2(part, factor).to(call.out.ptr.dtype.element_ty))
         barrier()  # or the ptxas of Triton 3.9 loads all of O before it stores any: 500 bytes of spills
+    if not config.SPLIT:  # the softmax goes on to the next tile, whose first P V writes over this O
+        mbarrier.arrive(bars.stats_empty.index(Q), count=1)
     rows = span.first_row + Q * config.ROWS + gl.arange(0, config.ROWS, layouts.rows(config.ROWS))
     suspect = _suspect(m, l, sums, rows, span, memory, config)
     memory.flags.index(Q).store(gl.full([1], 0, gl.int32, layouts.one(config.ROWS, gl.num_warps())) + suspect)
@@ -137,14 +125,17 @@ def correction(memory, bars, call, config):
     t = schedule.first()
     while t < bounds.tiles(call, config):
         first, stop = bounds.key_blocks(bounds.tile(t, call, config), config)
-        for visit in range(stop - first):
-            _visit(0, buffer0, handed, products, visit > 0, memory, bars, config)
-            _visit(1, buffer1, handed, products, visit > 0, memory, bars, config)
-            buffer0, unused = rings.next_scores(buffer0, unused, config)
-            buffer1, unused = rings.next_scores(buffer1, unused, config)
-            if config.S_BUFFERS == 3:
-                products += gl.where(visit > 0, 1, 0)
-            handed += 1
+        if config.SPLIT:
+            for visit in range(stop - first):
+                _visit(0, buffer0, handed, products, visit > 0, memory, bars, config)
+                _visit(1, buffer1, handed, products, visit > 0, memory, bars, config)
+                buffer0, unused = rings.next_scores(buffer0, unused, config)
+                buffer1, unused = rings.next_scores(buffer1, unused, config)
+                if config.S_BUFFERS == 3:
+                    products += gl.where(visit > 0, 1, 0)
+                handed += 1
+        elif config.S_BUFFERS == 3:
+            products += stop - first - 1
         _close(t, 0, handed, products, count, memory, bars, call, config)
         _close(t, 1, handed, products, count, memory, bars, call, config)
         products += 1

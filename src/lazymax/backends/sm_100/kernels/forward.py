@@ -17,7 +17,7 @@ from . import layouts
 from .copies import loads, stores
 from .correction import correction
 from .products import products
-from .schedule import ROLES
+from .schedule import ROLES, slots
 from .softmax import softmax
 
 
@@ -34,6 +34,7 @@ class Config(NamedTuple):
     SLOTS: Any  # of the ring of K and V
     S_BUFFERS: Any  # of scores in tensor memory: 2, or 3 at head dim 64
     COUNTER: Any  # tiles are drawn from a counter, see schedule.py
+    CLC: Any  # they are drawn from the grid, see there
     SOFTWARE: Any  # columns of every 16 whose exp2 is on the FMA pipe, even
     DEGREE: Any  # of its polynomial: 2, 3 or 5
     EARLY: Any  # columns of P that are published before the rest: 64, 96, or 128 for all at once
@@ -41,7 +42,8 @@ class Config(NamedTuple):
     ORDER: Any  # no chunk of P before the one so many earlier is done; 0: any order
     MAX3: Any  # maxima of three, in independent chains
     READS: Any  # loads that fetch a row of S
-    BRANCH: Any  # the correction jumps over a rescale that no row of its Q tile needs
+    BRANCH: Any  # a rescale that no row of its Q tile needs is jumped over
+    SPLIT: Any  # the correction rescales O, else each softmax the O of its Q tile
     REGISTERS: Any  # of a thread of the softmax; the correction gets what all others leave
     # Read by the cold path that sm_90 shares; of features that this kernel does not take.
     HEADS: Any
@@ -97,7 +99,7 @@ class Barriers(NamedTuple):
     full: Any  # of the ring of K and V
     empty: Any
     s_full: Any
-    p_full: Any  # two arrivals: the first columns of P are there, O is rescaled
+    p_full: Any  # under SPLIT two arrivals: the first columns of P are there, O is rescaled
     p_rest: Any
     stats_full: Any
     stats_empty: Any
@@ -125,6 +127,7 @@ def _allocate(call, config):
     D: gl.constexpr = config.D
     BUFFERS: gl.constexpr = config.S_BUFFERS
     ROWS: gl.constexpr = config.ROWS
+    ARRIVALS: gl.constexpr = 2 if config.SPLIT else 1
     q = gl.allocate_shared_memory(DTYPE, [2, 1, 1, ROWS, D], call.q_tiles.layout)
     kv = gl.allocate_shared_memory(DTYPE, [config.SLOTS, 1, 1, 128, D], call.k_tiles.layout)
     out = gl.allocate_shared_memory(DTYPE, [2, 1, 1, ROWS, D], call.out_tiles.layout)
@@ -133,25 +136,24 @@ def _allocate(call, config):
     found = flags
     if ROWS == 256:
         found = gl.allocate_shared_memory(gl.int8, [ROWS], layouts.numbers(ROWS, True))
-    drawn = gl.allocate_shared_memory(gl.int32, [2, 1], layouts.numbers(ROWS))
     s = allocate_tensor_memory(gl.float32, [BUFFERS, ROWS, 128], layouts.accumulator(ROWS, 128))
     o = allocate_tensor_memory(gl.float32, [2, ROWS, D], layouts.accumulator(ROWS, D))
     bars = Barriers(
         _barriers(2, 1, True, config), _barriers(2, 1, False, config), _barriers(config.SLOTS, 1, True, config),
         _barriers(config.SLOTS, 1, False, config), _barriers(BUFFERS, 1, False, config),
-        _barriers(BUFFERS, 2, True, config), _barriers(BUFFERS, 1, True, config), _barriers(2, 1, False, config),
+        _barriers(BUFFERS, ARRIVALS, True, config), _barriers(BUFFERS, 1, True, config), _barriers(2, 1, False, config),
         _barriers(2, 1, False, config), _barriers(2, 1, False, config), _barriers(2, 1, False, config),
         _barriers(2, 1, False, config), _barriers(2, 1, False, config), _barriers(2, ROLES, False, config))
     fence_async_shared()
-    return Memory(q, kv, out, stats, flags, found, drawn, s, o), bars
+    return Memory(q, kv, out, stats, flags, found, slots(config), s, o), bars
 
 
 @gluon.jit(do_not_specialize=["heads_together", "q_len", "kv_len", "first_offset", "last_offset", "heads", "q_heads",
                               "group"])
 def attention_forward(q, k, v, out, lse, q_tiles, k_tiles, v_tiles, out_tiles, counter, heads_together, scale_log2,
                       threshold, q_len, kv_len, first_offset, last_offset, heads, q_heads, group, config):
-    """out = softmax(scale * q @ k^T inside the band) @ v. Grid: (CTAs,), at most as many as tiles; 4 warps and those of
-    the other roles.
+    """out = softmax(scale * q @ k^T inside the band) @ v. Grid: (CTAs,), at most as many as tiles, with CLC as many; 4
+    warps and those of the other roles.
 
     q, out (B, Hq, Sq, D), k, v (B, Hkv, Sk, D): `memory.View`s, fp16 or bf16, used by the cold path, and descriptors
     with blocks of 128 rows. lse: (B, Hq, Sq) fp32, contiguous. counter: one int32, 0, under COUNTER.

@@ -1,18 +1,31 @@
 """Which tile comes next. Every role follows the same tiles.
 
 Snake: the CTAs take tiles in turn, every other round backwards, so that who had the longest of one round has the
-shortest of the next. Counter: the load role draws from a counter in memory, one tile ahead, and hands what it drew to
-the others through two slots of shared memory. That balances unequal tiles in any order, so that heads may go in groups.
+shortest of the next. Else the load role draws, one tile ahead, and hands what it drew to the others through two slots
+of shared memory. That balances unequal tiles in any order, so that heads may go in groups. CLC: from the CTAs of the
+grid, one a tile, that have not started; who draws one cancels it. Counter, where Triton has no CLC: from a number in
+memory.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.blackwell import mbarrier
+from triton.experimental.gluon.language.nvidia import blackwell
+from triton.experimental.gluon.language.nvidia.blackwell import fence_async_shared, mbarrier
 
 from ...sm_90.kernels.assembly import here
 from . import bounds, layouts
 
 ROLES = gl.constexpr(6)  # that read a slot
+clc = getattr(blackwell, "clc", None)  # from Triton 3.9 on
+
+
+@gluon.jit
+def slots(config):
+    """For what is drawn: a number, or what `clc.try_cancel` answers."""
+    if config.CLC:
+        return gl.allocate_shared_memory(gl.int64, [2, 2], layouts.numbers(config.ROWS))
+    else:
+        return gl.allocate_shared_memory(gl.int32, [2, 1], layouts.numbers(config.ROWS))
 
 
 @gluon.jit
@@ -24,8 +37,12 @@ def first():
 @gluon.jit
 def draw(count, memory, bars, call, config):
     """The load role, before its `count`-th tile: the one after it."""
-    if config.COUNTER:
-        slot = count & 1
+    slot = count & 1
+    if config.CLC:
+        mbarrier.wait(bars.next_empty.index(slot), ((count >> 1) & 1) ^ 1)
+        mbarrier.expect(bars.next_full.index(slot), 16)
+        clc.try_cancel(memory.next.index(slot), bars.next_full.index(slot))
+    elif config.COUNTER:
         mbarrier.wait(bars.next_empty.index(slot), ((count >> 1) & 1) ^ 1)
         drawn = gl.atomic_add(call.counter, 1) + gl.num_programs(0)
         L: gl.constexpr = layouts.one(config.ROWS, gl.num_warps())
@@ -36,8 +53,17 @@ def draw(count, memory, bars, call, config):
 @gluon.jit
 def following(count, memory, bars, call, config):
     """The tile after the `count`-th of this CTA; `bounds.tiles` or more: none."""
-    if config.COUNTER:
-        slot = count & 1
+    slot = count & 1
+    if config.CLC:
+        mbarrier.wait(bars.next_full.index(slot), (count >> 1) & 1)
+        answer = clc.load_result(memory.next.index(slot))
+        fence_async_shared()  # the next answer is written asynchronously
+        mbarrier.arrive(bars.next_empty.index(slot), count=1)
+        drawn = bounds.tiles(call, config)
+        if answer.is_canceled():  # else it has no number, and none may be asked for again
+            drawn = answer.program_id(0)
+        return drawn
+    elif config.COUNTER:
         mbarrier.wait(bars.next_full.index(slot), (count >> 1) & 1)
         drawn = gl.max(memory.next.index(slot).load(layouts.one(config.ROWS, gl.num_warps())), 0)
         mbarrier.arrive(bars.next_empty.index(slot), count=1)

@@ -1,7 +1,7 @@
 """The role of the softmax, four warps for each Q tile, one thread a row: S from tensor memory, P back into its place.
 
 The maths is that of `kernels/softmax.py`, with pivots in log2 units. What was summed before is not rescaled here: the
-factors go to the correction through shared memory.
+factors go to the correction through shared memory. But without SPLIT it is, before P is published.
 """
 
 from triton.experimental import gluon
@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import mbarrier
 from ....kernels.softmax import NEVER
 from ...sm_90.kernels.assembly import here
 from . import assembly, bounds, layouts, rings, schedule
+from .rescale import rescale
 
 
 @gluon.jit
@@ -120,25 +121,31 @@ def _probabilities(tiles, m, p, early, Q: gl.constexpr, buffer, bars, call, conf
 
 
 @gluon.jit
-def _visit(m, l, row, key, Q: gl.constexpr, buffer, phase, count, memory, bars, call, config,
+def _visit(m, l, row, key, top, Q: gl.constexpr, buffer, phase, count, memory, bars, call, config,
            MASK: gl.constexpr):
-    """One block: pivots and sums. row, key: query and key of its first score."""
+    """One block: pivots and sums. row, key: query and key of its first score. top: key of the tile's first block."""
     mbarrier.wait(rings.of_scores(bars.s_full, Q, buffer, config), phase)
     s = rings.of_scores(memory.s, Q, buffer, config)
     tiles = _read(s, config)
     if MASK:
         tiles = _hide(tiles, row, key, call, config)
-    top = gl.maximum(m, layouts.to_rows(_maximum(tiles, config), 128) * call.scale_log2)
-    m_new = gl.where(top - m > call.threshold, top, m)
+    highest = gl.maximum(m, layouts.to_rows(_maximum(tiles, config), 128) * call.scale_log2)
+    m_new = gl.where(highest - m > call.threshold, highest, m)
     alpha = assembly.exp2(m - m_new)
-    memory.stats.index(2 * Q).store(alpha)
-    mbarrier.arrive(bars.stats_full.index(Q), count=1)
+    if config.SPLIT:
+        memory.stats.index(2 * Q).store(alpha)
+        mbarrier.arrive(bars.stats_full.index(Q), count=1)
+    else:
+        if config.S_BUFFERS == 3:
+            mbarrier.wait(bars.o_full.index(Q), (count & 1) ^ 1, pred=key < top)
+        rescale(memory.o.index(Q), alpha, alpha, key < top, config)
     early = rings.of_scores(bars.p_full, Q, buffer, config)
     p = layouts.probabilities(s, call.out.ptr.dtype.element_ty)
     chunks = _probabilities(tiles, m_new, p, early, Q, buffer, bars, call, config)
     if config.EARLY < 128:
         mbarrier.arrive(rings.of_scores(bars.p_rest, Q, buffer, config), count=1)
-    mbarrier.wait(bars.stats_empty.index(Q), count & 1)
+    if config.SPLIT:
+        mbarrier.wait(bars.stats_empty.index(Q), count & 1)
     return m_new, l * alpha + layouts.to_rows(total(chunks), 128)
 
 
@@ -148,7 +155,7 @@ def softmax(memory, bars, call, config, Q: gl.constexpr):
     L: gl.constexpr = layouts.rows(config.ROWS)
     buffer = gl.to_tensor(Q)
     phase = gl.to_tensor(0)
-    handed = gl.to_tensor(0)  # to the correction so far
+    handed = gl.to_tensor(0)  # to the correction so far; without SPLIT: blocks so far
     count = gl.to_tensor(0)
     t = schedule.first()
     while t < bounds.tiles(call, config):
@@ -156,29 +163,33 @@ def softmax(memory, bars, call, config, Q: gl.constexpr):
         start, stop = bounds.key_blocks(span, config)
         row = span.first_row + Q * config.ROWS
         begin, end = bounds.whole(row, start, stop, span, config)
-        key = (stop - 1) * bounds.KEYS
+        top = (stop - 1) * bounds.KEYS
+        key = top
         m = gl.full([config.ROWS], NEVER, gl.float32, L)
         l = gl.full([config.ROWS], 0.0, gl.float32, L)
         for _ in range(begin):
-            m, l = _visit(m, l, row, key, Q, buffer, phase, handed, memory, bars, call, config, True)
+            m, l = _visit(m, l, row, key, top, Q, buffer, phase, handed, memory, bars, call, config, True)
             buffer, phase = rings.next_scores(buffer, phase, config)
             handed += 1
             key -= bounds.KEYS
         for _ in range(end - begin):
-            m, l = _visit(m, l, row, key, Q, buffer, phase, handed, memory, bars, call, config, False)
+            m, l = _visit(m, l, row, key, top, Q, buffer, phase, handed, memory, bars, call, config, False)
             buffer, phase = rings.next_scores(buffer, phase, config)
             handed += 1
         if config.HAS_FIRST:
             key -= (end - begin) * bounds.KEYS
             for _ in range(stop - start - end):
-                m, l = _visit(m, l, row, key, Q, buffer, phase, handed, memory, bars, call, config, True)
+                m, l = _visit(m, l, row, key, top, Q, buffer, phase, handed, memory, bars, call, config, True)
                 buffer, phase = rings.next_scores(buffer, phase, config)
                 handed += 1
                 key -= bounds.KEYS
         memory.stats.index(2 * Q).store(l)
         memory.stats.index(2 * Q + 1).store(m)
         mbarrier.arrive(bars.stats_full.index(Q), count=1)
-        mbarrier.wait(bars.stats_empty.index(Q), handed & 1)
-        handed += 1
+        if config.SPLIT:
+            mbarrier.wait(bars.stats_empty.index(Q), handed & 1)
+            handed += 1
+        else:
+            mbarrier.wait(bars.stats_empty.index(Q), count & 1)
         t = schedule.following(count, memory, bars, call, config)
         count += 1
