@@ -17,15 +17,11 @@ from simulators.gluon_sim.layouts import shared_offsets, tmem_offsets
 from simulators.gluon_sim.mlir import parse_constant, parse_type
 from simulators.gluon_sim.registers import register_order
 from simulators.gluon_sim.selftest.box import Box
-from simulators.gluon_sim.selftest.faults import ATTENTION, CANCEL, GEMM, PAIR
+from simulators.gluon_sim.selftest.faults import ATTENTION, GEMM
 from simulators.gluon_sim.views import Footprint
-from turns import FLOOR
-
-from lazymax.compat.tritons import has_clc, triton_version
 
 CALLS = "simulators.gluon_sim.selftest.calls"
 SEEDS = range(10)
-pairs = pytest.mark.skipif(FLOOR, reason="Gluon of Triton 3.6 has no products of a pair of CTAs")
 
 
 @pytest.fixture(scope="module")
@@ -93,26 +89,8 @@ ATTENTION_FAULTS = {
 }
 
 
-PAIR_FAULTS = {
-    "products_wait_for_one_p": (gs.RaceError, gs.BarrierError),
-    "load_no_wait_empty": (gs.RaceError, gs.BarrierError),
-    "expect_bytes_of_both": (gs.Deadlock,),
-    "products_no_wait_p": (gs.RaceError, gs.BarrierError),
-    "no_commit_kv": (gs.Deadlock,),
-    "products_wait_for_one_half": (gs.RaceError, gs.UninitialisedRead),
-}
-CANCEL_FAULTS: dict[str, tuple[type[Exception], str]] = {
-    "expect_too_few_bytes": (gs.Deadlock, "-8 bytes outstanding"),
-    "no_wait": (gs.SimError, "nothing has waited|hold no data|no parity"),
-    "no_fence": (gs.MissingFence, "clc.try_cancel"),
-    "id_of_a_refusal": (gs.SimError, "request that cancelled none"),
-    "ask_again": (gs.SimError, "after an answer that no program was cancelled"),
-}
-
-
 def test_every_fault_has_its_test() -> None:
     assert {*GEMM_FAULTS, "none"} == {*GEMM} and {*ATTENTION_FAULTS, "none"} == {*ATTENTION}
-    assert {*PAIR_FAULTS, "none"} == {*PAIR} and {*CANCEL_FAULTS, "none"} == {*CANCEL}
 
 
 @pytest.mark.parametrize("fault", GEMM_FAULTS)
@@ -127,67 +105,6 @@ def test_faults_of_a_blackwell_pipeline(fault: str, worker: Worker) -> None:
     for seed in SEEDS:
         with pytest.raises(ATTENTION_FAULTS[fault]):
             worker.call(f"{CALLS}:attention", Options(target="sm_100", seed=seed, insert_fences=False), fault)
-
-
-# ---- pairs of CTAs
-
-
-@pairs
-def test_a_pair_of_ctas_under_any_schedule(worker: Worker) -> None:
-    steps = {worker.call(f"{CALLS}:pair", Options(seed=seed)).steps for seed in range(40)}
-    assert len(steps) > 10
-
-
-@pairs
-@pytest.mark.parametrize("fault", PAIR_FAULTS)
-def test_faults_of_a_pair_of_ctas(fault: str, worker: Worker) -> None:
-    for seed in SEEDS:
-        with pytest.raises(PAIR_FAULTS[fault]):
-            worker.call(f"{CALLS}:pair", Options(seed=seed, insert_fences=False), fault)
-
-
-@pairs
-def test_mutants_of_a_pair_of_ctas(worker: Worker) -> None:
-    outcomes = worker.call(f"{CALLS}:mutate", "pair", "sm_100", range(3))
-    alive = [(o.mutant.how, o.mutant.op) for o in outcomes if not o.killed]
-    assert alive == [("drop", "ttng.fence_async_shared")] and len(outcomes) == 20, gs.summary(outcomes)
-
-
-@pairs
-def test_what_each_cta_of_a_pair_has(worker: Worker) -> None:
-    dst = worker.call(f"{CALLS}:numbered_by_pairs", 1)
-    assert torch.equal(dst[:256].long(), torch.arange(256))
-    assert torch.equal(dst[256:].long(), torch.arange(128) + 1001)
-    with pytest.raises(gs.GlobalRace):
-        worker.call(f"{CALLS}:numbered_by_pairs", 2)
-
-
-@pairs
-def test_what_crosses_from_cta_to_cta_is_refused(worker: Worker) -> None:
-    with pytest.raises(gs.Unsupported, match="a reduction over the parts of two CTAs"):
-        worker.call(f"{CALLS}:maximum_of_a_pair")
-
-
-needs_clc = pytest.mark.skipif(not has_clc(triton_version() or ""), reason="needs Triton 3.9: no CLC before")
-
-
-@needs_clc
-@pytest.mark.parametrize("resident", [1, 3])
-def test_cancelled_programs_never_start(resident: int, worker: Worker) -> None:
-    started = {
-        worker.call(f"{CALLS}:cancel", Options(target="sm_100", seed=seed, resident=resident)).programs
-        for seed in range(30)
-    }
-    assert len(started) > 1 and min(started) == resident  # requests are refused too
-
-
-@needs_clc
-@pytest.mark.parametrize("fault", CANCEL_FAULTS)
-def test_faults_of_launch_control(fault: str, worker: Worker) -> None:
-    kind, words = CANCEL_FAULTS[fault]
-    for seed in SEEDS:
-        with pytest.raises(kind, match=words):
-            worker.call(f"{CALLS}:cancel", Options(target="sm_100", seed=seed, insert_fences=False), fault)
 
 
 def test_a_race_is_named(worker: Worker) -> None:

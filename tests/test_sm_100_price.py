@@ -334,6 +334,9 @@ def test_what_the_table_shows() -> None:
                 assert line["binds"] == ("tensor" if wide else "issue"), line
                 assert (line["products"], line["tmem_columns"]) == ("32" if wide else "24", "512"), line
                 assert float(line["mufu_cycles"]) < (0.8 if wide else 1.3) * float(line["tensor_cycles"]), line
+                # Of pairs of CTAs, which have 512 rows, each port carries half of K and V.
+                port = float(line["shared_cycles"]) / float(line["tensor_cycles"])
+                assert port == (0.625 if "-512x" in line["row"] else 1.0), line
         for head_dim, last in (("64", 9), ("128", 6)):
             rungs = [line for line in lines if line["table"] == "ladder" and line["head_dim"] == head_dim]
             assert [int(line["row"][0]) for line in rungs] == list(range(last + 1))
