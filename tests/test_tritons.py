@@ -1,5 +1,6 @@
 """What differs between Triton versions: both sides of every range, compiled where it is about compiling."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 
 import lazymax
 from lazymax.compat import tritons
@@ -180,3 +182,9 @@ def test_branch_rescale_compiles_for_tensor_memory_exactly_where_the_range_says(
 def test_select_rescale_compiles_for_tensor_memory_everywhere(compiler: Any) -> None:
     report = compiler.call("compiled:form", "select", "sm_100")
     assert report["error"] is None and report["in_loop"], report
+
+
+def test_cluster_launch_control_is_where_it_is_said_to_be() -> None:
+    assert [tritons.has_clc(version) for version in ("3.6.0", "3.8.1", "3.9.0", "3.10.0")] == [False, False, True, True]
+    found = importlib.util.find_spec("triton.experimental.gluon.language.nvidia.blackwell.clc")
+    assert tritons.has_clc(triton.__version__) is (found is not None)

@@ -56,7 +56,7 @@ def branch_rescale_fault(version: str, matrix_unit: str) -> str | None:
 
 
 def has_clc(version: str) -> bool:
-    """Whether Gluon has cluster launch control (Blackwell): 3.9.0 has, 3.6.0 has not."""
+    """Whether Gluon has cluster launch control (Blackwell): 3.9.0 has, 3.6.0 has not, 3.7 and 3.8 were not tried."""
     return release(version) >= (3, 9)
 
 

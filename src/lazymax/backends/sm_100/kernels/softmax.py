@@ -136,7 +136,7 @@ def _visit(m, l, row, key, top, Q: gl.constexpr, buffer, phase, count, memory, b
         memory.stats.index(2 * Q).store(alpha)
         mbarrier.arrive(bars.stats_full.index(Q), count=1)
     else:
-        if config.S_BUFFERS == 3:
+        if config.S_BUFFERS == 3:  # as in the correction
             mbarrier.wait(bars.o_full.index(Q), (count & 1) ^ 1, pred=key < top)
         rescale(memory.o.index(Q), alpha, alpha, key < top, config)
     early = rings.of_scores(bars.p_full, Q, buffer, config)
