@@ -68,7 +68,7 @@ def mutants(index: int, dims: tuple[int, int], of: list[int]) -> tuple[int, list
     """(how many, what survived): every synchronisation of the kernel dropped or weakened once."""
 
     return schedules.survivors(
-        lambda options, which: simulate(index, which, dims, "bf16", options), "sm_90", of, (12, 14, 15)
+        lambda options, which: simulate(index, which, dims, "bf16", options), "sm_90", of, (0, 1, 14, 15)
     )
 
 

@@ -203,19 +203,15 @@ def test_programs_can_run_together(worker: Worker) -> None:
 
 def test_every_synchronisation_of_the_gemm_is_needed(worker: Worker) -> None:
     outcomes = worker.call(f"{CALLS}:mutate", "gemm", "sm_90", range(4))
-    alive = [o.mutant for o in outcomes if not o.killed]
-    assert len(outcomes) == 12
-    # the fence after mbarrier.init is the one thing that is not modelled
-    assert [(m.how, m.op) for m in alive] == [("drop", "ttng.fence_async_shared")]
-    assert gs.summary(outcomes).startswith("SURVIVED") and gs.summary(outcomes).endswith("11 of 12 mutants killed")
+    assert all(o.killed for o in outcomes) and len(outcomes) == 12, gs.summary(outcomes)
 
 
 def test_mutants_of_the_attention(worker: Worker) -> None:
     outcomes = worker.call(f"{CALLS}:mutate", "attention", "sm_100", range(4))
     alive = [(o.mutant.how, o.mutant.op) for o in outcomes if not o.killed]
     # two waits are implied by other barriers (tcgen05 commits cover everything issued before them)
-    assert sorted(alive) == [("drop", "ttng.fence_async_shared")] + 2 * [("drop", "ttng.wait_barrier")]
-    assert len(outcomes) > 40
+    assert alive == 2 * [("drop", "ttng.wait_barrier")] and len(outcomes) > 40
+    assert gs.summary(outcomes).startswith("SURVIVED: drop: ttng.wait_barrier at")
 
 
 def test_mutants_of_a_product_with_its_barrier(worker: Worker) -> None:

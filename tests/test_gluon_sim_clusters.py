@@ -54,8 +54,7 @@ def test_faults_of_a_pair_of_ctas(fault: str, worker: Worker) -> None:
 
 def test_mutants_of_a_pair_of_ctas(worker: Worker) -> None:
     outcomes = worker.call(f"{CALLS}:mutate", "pair", "sm_100", range(3))
-    alive = [(o.mutant.how, o.mutant.op) for o in outcomes if not o.killed]
-    assert alive == [("drop", "ttng.fence_async_shared")] and len(outcomes) == 20, gs.summary(outcomes)
+    assert all(o.killed for o in outcomes) and len(outcomes) == 20, gs.summary(outcomes)
 
 
 def test_what_each_cta_of_a_pair_has(worker: Worker) -> None:

@@ -1,16 +1,14 @@
-"""The two kinds of barriers: mbarriers in shared memory and the hardware's named barriers.
-
-Not modelled: the fence that makes an `mbarrier.init` visible to TMA and tensor cores.
-"""
+"""The two kinds of barriers: mbarriers in shared memory and the hardware's named barriers."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .errors import BarrierError
+from .errors import BarrierError, MissingFence
 
 if TYPE_CHECKING:
     from .machine import Cta, Thread
+    from .memory import Access
 
 TX_LIMIT = (1 << 20) - 1  # bytes that one mbarrier can count
 WARP = 32
@@ -19,10 +17,11 @@ WARP = 32
 class MBarrier:
     """A shared-memory mbarrier object: arrival count, transaction bytes and phase."""
 
-    def __init__(self, cta: Cta, label: str, count: int) -> None:
+    def __init__(self, cta: Cta, label: str, count: int, made: Access) -> None:
         if count <= 0:
             raise BarrierError(f"mbarrier.init of {label} with count {count}")
         self.cta, self.label, self.count = cta, label, count
+        self.made = made  # the generic write that initialised it
         self.address = -1
         self.pending, self.tx, self.phase = count, 0, 0
         self.pend_bit, self.done_bit = cta.new_bit(), cta.new_bit()
@@ -33,6 +32,15 @@ class MBarrier:
             f"{self.label}: {self.phase} phases completed (current parity {self.phase & 1}), "
             f"{self.pending} of {self.count} arrivals and {self.tx} bytes outstanding"
         )
+
+    def used_by(self, what: str, where: str) -> None:
+        """Something asynchronous is going to arrive here."""
+        if not self.made.fenced:
+            raise MissingFence(
+                f"missing fence_async_shared: {what} arrives at {self.label} through the async proxy, but it was made "
+                f"through the generic proxy: {self.made}",
+                where,
+            )
 
     def passed(self, parity: int) -> bool:
         return (self.phase & 1) != parity

@@ -1,7 +1,6 @@
 """Mutation testing of synchronisation: drop or weaken each synchronising operation and see whether it is noticed.
 
 A mutant that survives either removes something redundant or marks a blind spot of the checks; both are worth a look.
-The fence after `mbarrier.init` always survives: it is not modelled.
 """
 
 from __future__ import annotations

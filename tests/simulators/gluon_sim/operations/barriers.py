@@ -29,8 +29,9 @@ def _init_barrier(op: Op, exe: Executable) -> Fn:
         old = th.cta.barriers.get(view.address)
         if old is not None:
             raise BarrierError(f"mbarrier.init of {view.label}, which already is the mbarrier {old.label}")
-        view.space.access(Access("w", view, th, "mbarrier.init", op.loc))
-        bar = MBarrier(th.cta, view.label, arrivals)
+        made = Access("w", view, th, "mbarrier.init", op.loc)
+        view.space.access(made)
+        bar = MBarrier(th.cta, view.label, arrivals, made)
         bar.address = view.address
         th.cta.barriers[view.address] = bar
 

@@ -33,6 +33,7 @@ def _try_cancel(op: Op, exe: Executable) -> Fn:
         if view.offsets.size * view.dt.nbytes != NBYTES or view.offsets.min() % NBYTES:
             raise SimError(f"clc.try_cancel: {view.label} is not {NBYTES} bytes, aligned to as many")
         bar = cta.barrier(env[bar_s])
+        bar.used_by(what, op.loc)
 
         def answer() -> bool:
             granted = bool(cta.pending) and cta.rng.random() >= REFUSED

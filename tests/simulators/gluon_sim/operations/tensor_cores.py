@@ -113,6 +113,7 @@ def _commit_to(th: Thread, bar: MBarrier, where: str) -> None:
         return True
 
     aop = AsyncOp(f"tcgen05.commit to {bar.label}", fire, th, where)
+    bar.used_by("tcgen05.commit", where)
     issue(th.tcgen05, aop)
 
 

@@ -55,6 +55,7 @@ def _tma_load(op: Op, exe: Executable) -> Fn:
         nbytes = int(np.prod(desc.box)) * desc.dt.nbytes
         where = op.loc
         what = f"TMA load of {desc.name}{list(at)}"
+        bar.used_by(what, where)
         parts = _pieces(th, view.offsets.size)
 
         def land() -> bool:
@@ -85,6 +86,7 @@ def _tma_gather(op: Op, exe: Executable) -> Fn:
         rows, col = [int(r) for r in env[xs]], scalar_int(env[y])
         bar = th.cta.barrier(env[bar_s])
         what = f"TMA gather of {desc.name}"
+        bar.used_by(what, op.loc)
         one = TensorDesc(
             desc.address, desc.shape, desc.strides, (1, view.offsets.shape[1]), desc.dt, desc.fill, desc.name
         )

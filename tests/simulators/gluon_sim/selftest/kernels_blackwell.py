@@ -187,6 +187,7 @@ def product(a_desc, b_desc, dst):
     acc = allocate_tensor_memory(gl.float32, [M, N], layout)
     bars = _bars(2, 1)
     loaded, done = bars.index(0), bars.index(1)
+    fence_async_shared()
     mbarrier.expect(loaded, a_desc.block_type.nbytes + b_desc.block_type.nbytes)
     tma_load(a_desc, [0, 0], loaded, a)
     tma_load(b_desc, [0, 0], loaded, b)

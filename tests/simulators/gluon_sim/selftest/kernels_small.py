@@ -86,6 +86,7 @@ def tma_edge(src, dst, ROW: gl.constexpr):
     buf = gl.allocate_shared_memory(src.dtype, [64, 64], src.layout)
     bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(bar, count=1)
+    fence_async_shared()
     mbarrier.expect(bar, src.block_type.nbytes)
     tma_load(src, [ROW, 0], bar, buf)
     mbarrier.wait(bar, 0)
@@ -103,6 +104,7 @@ def refilled(src, dst, FENCE: gl.constexpr):
     buf = gl.allocate_shared_memory(src.dtype, [64, 64], src.layout)
     bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(bar, count=1)
+    fence_async_shared()
     x = gl.zeros([64, 64], src.dtype, layout)
     for i in gl.static_range(2):
         mbarrier.expect(bar, src.block_type.nbytes)
