@@ -47,9 +47,9 @@ BACKEND = Backend(
             split=True, block_time=1.3, tuned=True, when=When(min_programs=0.7),
             reason="two consumers of 64 rows in turns, with all of Q, S, P and O in registers, and a producer warp to "
             "which K's place is given back before V's",
-            provenance=f"{NEXT_DAY}: best of 4 in 8 of 11 cases, within 1% in the others (S=1024 to 16384); before K was "
-            "given back first 1.2 to 1.6 times as fast as the portable row (D=72, 96, 128, softcap, sinks, windows, "
-            "packed), 1.2 to 10 times where keys are split",
+            provenance=f"{NEXT_DAY}: best of 4 in 8 of 11 cases, within 1% in the others (S=1024 to 16384); before K "
+            "was given back first 1.2 to 1.6 times as fast as the portable row (D=72, 96, 128, softcap, sinks, "
+            "windows, packed), 1.2 to 10 times where keys are split",
         ),
         HopperTile(
             width=64, block_m=192, block_n=128, num_stages=4, max_registers=160, skip=True, query_tiles=2, tuned=True,
