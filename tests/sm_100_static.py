@@ -85,12 +85,11 @@ def entries() -> list[Entry]:
     table = registry()["sm_100"]
     own: list[Any] = [row for row in table.forward if type(row) is not Tile]
     for row in own:
-        if row.outdated(ARCH):
+        if row.outdated(ARCH) or ARCH.id not in (row.when.archs or (ARCH.id,)):
             continue
-        if ARCH.id in (row.when.archs or (ARCH.id,)):
-            bands = ("full",) if row.pair else BANDS
-            found += [Entry("rows", row.name, row, row.head_dim, band, lse) for lse in ("no", "yes") for band in bands]
-        if ARCH.id in (row.when.archs or (ARCH.id,)) and not row.pair:
+        bands = ("full",) if row.pair else BANDS
+        found += [Entry("rows", row.name, row, row.head_dim, band, lse) for lse in ("no", "yes") for band in bands]
+        if not row.pair:
             found += [Entry("ladder", name, rung, row.head_dim, "full") for name, rung in ladder(row).items()]
     for head_dim in (64, 128):
         tile = next(row for row in table.forward if type(row) is Tile and (row.when.max_head_dim or 256) >= head_dim)

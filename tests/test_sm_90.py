@@ -65,6 +65,11 @@ DIVIDED_CALLS = (
 )
 
 
+def needs_hopper(device: str) -> None:
+    if device != "cuda" or arches.of(torch.device(device)).id != "sm_90":
+        pytest.skip(f"needs an H100 or H200: this is {arches.of(torch.device(device)).id}")
+
+
 def run(row: HopperTile, call: Call, dims: tuple[int, int], dtype: torch.dtype, device: str) -> tuple[bool, str]:
     (q, k, v), extras, problem = call.inputs(dims, dtype, sum(call.shape), device)
     arch = arches.of(q.device)
@@ -87,8 +92,7 @@ def run(row: HopperTile, call: Call, dims: tuple[int, int], dtype: torch.dtype, 
 @pytest.mark.parametrize("which", range(len(CALLS)))
 @pytest.mark.parametrize("index", range(len(ROWS)), ids=[row.name for row in ROWS])
 def test_rows_on_the_gpu(index: int, which: int, device: str) -> None:
-    if device != "cuda" or arches.of(torch.device(device)).id != "sm_90":
-        pytest.skip(f"needs an H100 or H200: this is {arches.of(torch.device(device)).id}")
+    needs_hopper(device)
     row, call = ROWS[index], CALLS[which]
     if row not in CHOSEN and which % 4:
         pytest.skip("a row that only `bench --rows all` takes runs every fourth call")
@@ -106,8 +110,7 @@ def test_rows_on_the_gpu(index: int, which: int, device: str) -> None:
 @pytest.mark.parametrize("which", range(len(DIVIDED_CALLS)))
 @pytest.mark.parametrize("width", [64, 128, 192, 256])
 def test_divided_on_the_gpu(width: int, which: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if device != "cuda" or arches.of(torch.device(device)).id != "sm_90":
-        pytest.skip(f"needs an H100 or H200: this is {arches.of(torch.device(device)).id}")
+    needs_hopper(device)
     if which < len(DIVIDED):
         monkeypatch.setattr(work, "LEAST_KEYS", 1)
     row = ROWS[dividing(width)]
@@ -133,8 +136,7 @@ REPEATED = (
 @pytest.mark.parametrize("which", range(len(REPEATED)))
 @pytest.mark.parametrize("index", [i for i, row in enumerate(ROWS) if row in CHOSEN])
 def test_the_same_bits_a_thousand_times(index: int, which: int, device: str) -> None:
-    if device != "cuda" or arches.of(torch.device(device)).id != "sm_90":
-        pytest.skip(f"needs an H100 or H200: this is {arches.of(torch.device(device)).id}")
+    needs_hopper(device)
     row, call = ROWS[index], REPEATED[which]
     if call.division != WHOLE and row.warpgroups > 2:
         pytest.skip("a row that neither packs nor splits")

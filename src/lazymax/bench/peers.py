@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -57,9 +56,12 @@ def compiled(case: Case, problem: Problem, q: torch.Tensor, k: torch.Tensor, v: 
     torch.compiler.reset()  # else the shapes before this one use up its recompile limit
     # Inductor wants a C++ compiler on a CPU, where this only tests the tool.
     backend = "aot_eager" if q.device.type == "cpu" else "inductor"
-    call = partial(attention, causal=case.causal, window=case.window)
-    function = torch.compile(lambda q, k, v: call(q, k, v), fullgraph=True, dynamic=False, backend=backend)
-    return Ready(lambda: first(function(q, k, v)))
+
+    @torch.compile(fullgraph=True, dynamic=False, backend=backend)
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        return attention(q, k, v, causal=case.causal, window=case.window)
+
+    return Ready(lambda: first(call(q, k, v)))
 
 
 def graph(case: Case, problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Ready:

@@ -33,21 +33,13 @@ def _load_keys(shared, call, span, block, slot, full, config):
 
 
 @gluon.jit
-def _wait_for_keys(shared, count, config):
-    if config.KEYS_FIRST:
-        ring.wait_keys_empty(shared, count, config)
-    else:
-        ring.wait_empty(shared, count, config)
-
-
-@gluon.jit
 def produce_first(shared, call, span, i, count, config, FRESH: gl.constexpr):
     """Q of the i-th tile and K of its first block, the `count`-th filling of the ring. FRESH: the first of all. What
     consumer 0 needs comes first."""
     _produce_queries(shared, call, span, i, config, FRESH, 0)
     _, stop = bounds.key_blocks(span, config)
     if not FRESH:
-        _wait_for_keys(shared, count, config)
+        ring.wait_keys_empty(shared, count, config)
     slot = ring.slot(count, config)
     full = shared.full.index(slot)
     mbarrier.expect(full, config.BLOCK_N * (config.D_MAIN + config.D_TAIL) * 2)
@@ -74,7 +66,7 @@ def produce(shared, call, config):
                 block = stop - 1 - visit
                 slot = ring.slot(count, config)
                 full = shared.full.index(slot)
-                _wait_for_keys(shared, count, config)
+                ring.wait_keys_empty(shared, count, config)
                 if visit == stop - first:
                     mbarrier.expect(full, V_BYTES)
                 else:

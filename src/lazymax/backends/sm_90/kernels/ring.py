@@ -27,7 +27,7 @@ class Shared(NamedTuple):
     q_empty: Any
     full: Any
     empty: Any
-    keys_empty: Any  # the K in it; see KEYS_FIRST
+    keys_empty: Any  # of the K in it; without KEYS_FIRST the same
     flags: Any  # see `softmax.suspect`
 
 
