@@ -148,6 +148,7 @@ class HopperLaunch:
         p, split = problem, division.splits > 1
         widths = [columns for _, columns in pieces(p.head_dim, 64, LEAST_TAIL)] + [0]
         assert not p.ragged or division == WHOLE
+        assert not (tile.ascending and tile.skip)
         assert tile.warpgroups in (2, 3) and tile.num_stages & (tile.num_stages - 1) == 0
         config = Config(
             BLOCK_N=tile.block_n,
@@ -168,6 +169,7 @@ class HopperLaunch:
             SOFTCAP=p.softcap > 0,
             SINKS=p.sinks and not split,  # else they count once, in `merge`
             STORE_LSE=p.return_lse or split,
+            ASCENDING=tile.ascending and problem.last_offset is not None,
             KEYS_FIRST=tile.keys_first,
             TURNS=tile.turns,
             # The sums raise a pivot lazily, whatever the threshold is; fp16 has not the range for it.

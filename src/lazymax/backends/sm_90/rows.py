@@ -29,6 +29,7 @@ class HopperTile(Tile):
     descriptors: bool = True
     width: int  # of head dims of q and k the largest: 64, which is for 64 alone, 128, 192 or 256
     v_width: int | None = None  # of V and O, None: as wide; for head dims of v up to it
+    ascending: bool = False  # under a right bound key blocks from the first to the last, not from the diagonal on
     keys_first: bool = False  # the K of a slot is given back, and loaded, before the V
     turns: bool = True  # consumers take turns in issuing their products
     skip: bool = False  # a consumer leaves out the blocks that none of its rows sees
@@ -46,8 +47,8 @@ class HopperTile(Tile):
 
     @property
     def name(self) -> str:
-        words = {"q": self.query_registers, "k": self.keys_first, "turns": self.turns, "skip": self.skip}
-        words |= {"q2": self.query_tiles == 2, "pack": self.pack_gqa, "split": self.split}
+        words = {"q": self.query_registers, "k": self.keys_first, "up": self.ascending, "turns": self.turns}
+        words |= {"skip": self.skip, "q2": self.query_tiles == 2, "pack": self.pack_gqa, "split": self.split}
         said = [f"{self.block_m}x{self.block_n}", f"s{self.num_stages}", *(word for word, on in words.items() if on)]
         return "-".join(("ws", *said))
 
@@ -59,7 +60,8 @@ class HopperTile(Tile):
         return (
             f"{self.block_m} queries x {self.block_n} keys, {self.warpgroups} consumer warpgroups"
             f"{' in turns' if self.turns else ''} and a producer warp, {self.num_stages} slots of K and V"
-            f"{', K given back first' if self.keys_first else ''}, "
+            f"{', K given back first' if self.keys_first else ''}"
+            f"{', keys in ascending order under a right bound' if self.ascending else ''}, "
             f"Q in {'registers' if self.query_registers else 'shared memory'}, rescale only where a row needs it, in "
             "bf16 by its sum alone"
         )

@@ -3,7 +3,8 @@
 A tile is 64 query rows for each consumer warpgroup, of one head or, where there are few queries, of HEADS heads that
 share a key head. Where there are few tiles, the keys are split: each split is a tile whose keys, and band, count from
 its first key, with results of its own, which `merge.py` joins. Blocks are visited from the last to the first, so that
-the one cut by the length, and under a causal mask by the diagonal, comes first.
+the one cut by the length, and under a causal mask by the diagonal, comes first; ASCENDING, from the first to the last:
+tiles that run side by side then read the same keys at the same time, where else each begins at a diagonal of its own.
 """
 
 from typing import Any, NamedTuple
@@ -31,21 +32,25 @@ class Span(NamedTuple):
 
 
 @gluon.jit
-def _code(record, i, place, call, config):
-    """The entry of `launch.schedule`. The first is computed where it can be, for nothing starts before it is there, and
-    after other kernels the schedule is in no cache: 0.8 us of an H200."""
-    if (i == 0) & (call.first_lap != 0):
-        together = gl.abs(call.first_lap)
+def first_code(schedule, first_lap, q_len, group, config):
+    """The entry of `launch.schedule` for the first tile of this CTA. It is computed where it can be, for nothing starts
+    before it is there, and after other kernels the schedule is in no cache: 0.8 us of an H200."""
+    place = gl.program_id(0)
+    code = 0 * place
+    if config.SPLIT or config.RAGGED:  # in records, see `tile`
+        pass
+    elif first_lap != 0:
+        together = gl.abs(first_lap)
         rank = place // together
         head = place - rank * together
         if config.HEADS > 1:
-            head *= call.group
-        if call.first_lap < 0:
+            head *= group
+        if first_lap < 0:
             ROWS: gl.constexpr = layouts.queries(config.HEADS) * config.WARPGROUPS
-            rank = (call.q_len - 1) // ROWS - rank
+            rank = (q_len - 1) // ROWS - rank
         code = head << 16 | rank
     else:
-        code = gl.load(record)
+        code = gl.load(schedule + place)
     return code
 
 
@@ -74,7 +79,9 @@ def tile(i, call, config):
             record = call.schedule + place * 4  # see `launch.split_schedule`
             code = gl.load(record)
         else:
-            code = _code(record, i, place, call, config)
+            code = call.first_code
+            if i > 0:
+                code = gl.load(record)
         index = code >> 16  # of the head in the whole batch, negative where there is no tile
         batch = index // call.q_heads
         first_row = (code & 0xFFFF) * (layouts.queries(config.HEADS) * config.WARPGROUPS)
@@ -145,10 +152,31 @@ def key_blocks(span, config):
 
 
 @gluon.jit
+def block(visit, first, stop, config):
+    """The key block of a visit to [first, stop)."""
+    if config.ASCENDING:
+        found = first + visit
+    else:
+        found = stop - 1 - visit
+    return found
+
+
+@gluon.jit
+def key_of(visit, key, config):
+    """The first key of a visit, if that of the first is `key`."""
+    if config.ASCENDING:
+        found = key + visit * config.BLOCK_N
+    else:
+        found = key - visit * config.BLOCK_N
+    return found
+
+
+@gluon.jit
 def visits(i, call, config, W: gl.constexpr):
-    """Of consumer W in the i-th tile: (span, count, skipped, begin, end, row, key). Visit n of `count` is to the keys
-    from key - n * BLOCK_N on; row is its first query. The first `skipped` visits it leaves out, for none of its rows
-    sees a key there. In the visits [begin, end) every row sees every key, and has seen one before.
+    """Of consumer W in the i-th tile: (span, count, skipped, begin, end, row, key). Visit n of `count` is to the block
+    whose first key is `key_of(n, key)`; row is its first query. The first `skipped` visits it leaves out, for none of
+    its rows sees a key there. In the visits [begin, end) every row sees every key, and has seen one before, if any came
+    before.
 
     The tile is read anew, so that what comes before need not hold what is computed here.
     """
@@ -166,10 +194,19 @@ def visits(i, call, config, W: gl.constexpr):
         skipped = gl.minimum(stop - (seen + BLOCK_N - 1) // BLOCK_N, stop - first - 1)
     begin = skipped + 1
     end = stop - first
-    if config.HAS_LAST:
+    if config.ASCENDING:
+        begin = 0 * first
+        end = gl.minimum(span.kv_len, gl.maximum(row + span.last_offset + 1, 0)) // BLOCK_N - first
+        if config.HAS_FIRST:
+            begin = (gl.maximum(row + QUERIES + span.first_offset, 0) + BLOCK_N - 1) // BLOCK_N - first
+    elif config.HAS_LAST:
         inner_stop = gl.minimum(span.kv_len, gl.maximum(row + span.last_offset, 0)) // BLOCK_N
         begin = gl.minimum(stop - first, gl.maximum(stop - inner_stop, begin))
-    if config.HAS_FIRST:
+    if config.HAS_FIRST and not config.ASCENDING:
         inner_first = (gl.maximum(row + (QUERIES - 1) + span.first_offset, 0) + BLOCK_N - 1) // BLOCK_N
         end = gl.maximum(begin, gl.minimum(stop - inner_first, stop - first))
-    return span, stop - first, skipped, begin, end, row, (stop - 1) * BLOCK_N
+    if config.ASCENDING:
+        key = first * BLOCK_N
+    else:
+        key = (stop - 1) * BLOCK_N
+    return span, stop - first, skipped, begin, end, row, key

@@ -45,6 +45,7 @@ class Config(NamedTuple):
     SOFTCAP: Any
     SINKS: Any
     STORE_LSE: Any
+    ASCENDING: Any  # key blocks from the first to the last; only under a right bound, and without SKIP
     KEYS_FIRST: Any  # the K of a slot is given back before the V
     TURNS: Any  # consumers take turns in issuing their products
     BY_SUM: Any  # pivots are raised by the sums, not by the maxima, see softmax.py
@@ -80,7 +81,7 @@ class Call(NamedTuple):
     k_tail: Any
     schedule: Any
     rounds: Any
-    first_lap: Any
+    first_code: Any
     scale_log2: Any
     threshold: Any
     q_len: Any
@@ -169,10 +170,14 @@ def _open(q, shared, count, i, call, config, W: gl.constexpr):
         mbarrier.arrive(shared.q_empty.index(ring.query_tile(i, config, W)), count=1)
     ring.give_back_keys(shared, count, config)
     mbarrier.arrive(shared.empty.index(ring.slot(count, config)), count=1)
-    span, _, skipped, _, _, row, key = bounds.visits(i, call, config, W)
+    span, _, skipped, begin, end, row, key = bounds.visits(i, call, config, W)
     s = _settle(s, call, config)
-    key -= skipped * config.BLOCK_N
-    if config.HAS_FIRST or config.HAS_LAST or key + config.BLOCK_N > span.kv_len:
+    key = bounds.key_of(skipped, key, config)
+    if config.ASCENDING:
+        cut = (begin > 0) | (end <= 0)
+    else:
+        cut = config.HAS_FIRST or config.HAS_LAST or key + config.BLOCK_N > span.kv_len
+    if cut:
         s = softmax.hide(s, row, key, span, config)
     m = softmax.opened(s, gl.SliceLayout(1, layouts.accumulator(config.BLOCK_N)), call.scale_log2)
     p, l = softmax.probabilities(s, m, call.scale_log2)
@@ -209,8 +214,9 @@ def _visit(state, q, shared, i, call, config, W: gl.constexpr):
         alpha = factor
         if config.HAS_FIRST or config.HAS_LAST:
             if (visit < begin) | (visit >= end):
-                s = softmax.hide(s, row, key - visit * config.BLOCK_N, span, config)
-                if config.BY_SUM:  # a row that saw no key yet has no sum
+                s = softmax.hide(s, row, bounds.key_of(visit, key, config), span, config)
+                # A row that saw no key yet has no sum; from the first key on, only a left bound hides it that long.
+                if config.BY_SUM and (config.HAS_FIRST or not config.ASCENDING):
                     m, more = softmax.raised(s, m, call)
                     alpha *= more
         if not config.BY_SUM:
@@ -297,8 +303,9 @@ def attention_forward(q, k, v, out, lse, lse_rows, q_tiles, k_tiles, v_tiles, ou
     kv_len: unless ragged. Query i sees keys i + first_offset to i + last_offset, as far as the band has bounds. group:
     query heads per key head.
     """
+    first_code = bounds.first_code(schedule, first_lap, q_len, group, config)
     call = Call(q, k, v, out, lse, lse_rows, q_tiles, k_tiles, v_tiles, out_tiles, q_tail, k_tail, schedule, rounds,
-                first_lap, scale_log2, threshold, q_len, kv_len, first_offset, last_offset, q_heads, group, modifiers)
+                first_code, scale_log2, threshold, q_len, kv_len, first_offset, last_offset, q_heads, group, modifiers)
     # The first loads before the roles part: half a microsecond.
     span = bounds.tile(0, call, config)
     shared = ring.allocate(call, config)

@@ -37,13 +37,13 @@ def produce_first(shared, call, span, i, count, config, FRESH: gl.constexpr):
     """Q of the i-th tile and K of its first block, the `count`-th filling of the ring. FRESH: the first of all. What
     consumer 0 needs comes first."""
     _produce_queries(shared, call, span, i, config, FRESH, 0)
-    _, stop = bounds.key_blocks(span, config)
+    first, stop = bounds.key_blocks(span, config)
     if not FRESH:
         ring.wait_keys_empty(shared, count, config)
     slot = ring.slot(count, config)
     full = shared.full.index(slot)
     mbarrier.expect(full, config.BLOCK_N * (config.D_MAIN + config.D_TAIL) * 2)
-    _load_keys(shared, call, span, stop - 1, slot, full, config)
+    _load_keys(shared, call, span, bounds.block(0, first, stop, config), slot, full, config)
     for w in gl.static_range(1, config.WARPGROUPS):
         _produce_queries(shared, call, span, i, config, FRESH, w)
 
@@ -63,7 +63,6 @@ def produce(shared, call, config):
             first, stop = bounds.key_blocks(span, config)
             # The last slot of a tile has V only.
             for visit in range(1, stop - first + 1):
-                block = stop - 1 - visit
                 slot = ring.slot(count, config)
                 full = shared.full.index(slot)
                 ring.wait_keys_empty(shared, count, config)
@@ -71,9 +70,9 @@ def produce(shared, call, config):
                     mbarrier.expect(full, V_BYTES)
                 else:
                     mbarrier.expect(full, K_BYTES + V_BYTES)
-                    _load_keys(shared, call, span, block, slot, full, config)
+                    _load_keys(shared, call, span, bounds.block(visit, first, stop, config), slot, full, config)
                 if config.KEYS_FIRST:
                     ring.wait_empty(shared, count, config)
-                v_row = span.k_row + (block + 1) * config.BLOCK_N
+                v_row = span.k_row + bounds.block(visit - 1, first, stop, config) * config.BLOCK_N
                 copies.load(call.v_tiles, [span.slab, span.head // call.group, v_row, 0], full, shared.v.index(slot))
                 count += 1
