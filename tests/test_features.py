@@ -750,6 +750,15 @@ def test_a_softcap_far_above_the_scores_changes_nothing(cap, device):
     assert_right(out, lse, q, k, v, softcap=cap)
 
 
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=SHORT.get)
+@pytest.mark.parametrize("cap", [16.0, 50.0, 900.0])
+def test_the_lse_of_one_small_capped_score(cap, dtype, device):
+    """It is that score: the short tanh, off by 6e-8 of the cap, is not enough."""
+    q, k, v = testing.make_qkv(1, 2, 1, 40, 40, 16, dtype=dtype, device=device)
+    out, lse = by_row(SMALL, q * 0.3, k * 0.3, v, softcap=cap, window=(0, 0))
+    assert_right(out, lse, q * 0.3, k * 0.3, v, softcap=cap, window=(0, 0))
+
+
 @pytest.mark.parametrize("cap", [0.1, 1.0, 30.0])
 def test_softcap_of_scores_of_any_size(cap, device):
     """From 2**-20 to 2**10: neither end of tanh loses precision."""

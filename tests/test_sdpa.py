@@ -1,5 +1,6 @@
 """`replace_sdpa`: what stands where torch's function stood, eager and compiled, and that all of it goes back."""
 
+import itertools
 import sys
 import threading
 import types
@@ -51,10 +52,13 @@ def torch_as_it_was() -> Iterator[None]:
     assert not sdpa._replacing and not lazymax.ops.observers
 
 
+numbers = itertools.count()
+
+
 @pytest.fixture
 def module() -> Iterator[types.ModuleType]:
     """A module that did `from torch.nn.functional import scaled_dot_product_attention as attend`."""
-    made = types.ModuleType("test_sdpa_consumer")
+    made = types.ModuleType(f"test_sdpa_consumer_{next(numbers)}")  # torch.compile keeps what it found by a name
     exec(
         "from torch.nn.functional import scaled_dot_product_attention as attend\n"
         "def call(q, k, v): return attend(q, k, v)",

@@ -1,5 +1,6 @@
 """From a problem and a tile row to the arguments of the portable kernel, for a launch or a compile without a GPU."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -26,6 +27,7 @@ MAX_GRID = 65535  # of the second and third dimension of a grid, on CUDA and HIP
 LOG2E = 1.4426950408889634
 # Above, 6e-8 of the softcap, the error of the short tanh, would show beside the rounding of a probability.
 LARGE_CAP = {"float32": 0.0, "float16": 1024.0, "bfloat16": 4096.0}
+LARGE_CAP_LSE = 16.0  # ... beside the rounding of an fp32 LSE
 LEAST_TAIL = 16  # columns, of any matrix instruction
 NO_SOFTCAP = 2.0**100  # from here on a softcap changes no bit of an fp32 score
 TINY_SCALE = 2.0**-126  # for a scale of 0: its products with scores vanish, but -inf (masked) stays -inf
@@ -164,7 +166,7 @@ class ForwardLaunch:
             NEGATE=p.scale < 0 and not p.modified,
             STORE_LSE=p.return_lse,
             MODIFIED=p.modified,
-            LARGE_CAP=p.softcap > LARGE_CAP[p.dtype],
+            LARGE_CAP=p.softcap > min(LARGE_CAP[p.dtype], LARGE_CAP_LSE if p.return_lse else math.inf),
             CHOOSES=p.mask == "bool" or mask_mod is not None,
             BOOL_MASK=p.mask == "bool",
             FLOAT_MASK=p.mask not in (None, "bool"),
