@@ -88,7 +88,7 @@ def observe(plan: Plan | None) -> None:
     """Tell the observers what ran; not what is only traced."""
     if torch.compiler.is_compiling():
         return
-    for observer in observers:
+    for observer in tuple(observers):  # while another thread takes one off, the list itself would skip the next
         observer(plan)
 
 

@@ -128,7 +128,7 @@ class Replacement:
 
     @property
     def active(self) -> bool:
-        return any(other is self for other in _replacing)
+        return any(other is self for other in tuple(_replacing))
 
     def activate(self) -> "Replacement":
         """Put lazymax in torch's place, and return the handle; nothing if it is active. Counts go on from where they
