@@ -12,7 +12,8 @@ import torch
 from lazymax import arch as arches
 from lazymax.arch import Arch
 from lazymax.backends import Tile, registry
-from lazymax.dispatch import Explanation, Plan, lists_blocks, plan
+from lazymax.dispatch import Plan, lists_blocks, plan
+from lazymax.explanation import Explanation
 from lazymax.problem import Problem
 
 SHAPE = (1, 4, 2, 300, 300, 128)

@@ -7,7 +7,8 @@ import torch
 
 from . import arch as arches
 from . import differentiation, drop_in, merging, ops
-from .dispatch import Explanation, plan
+from .dispatch import plan
+from .explanation import Explanation
 from .extras import NO_EXTRAS, Extras, Rules
 from .options import parse_options, plain_rules
 from .problem import Problem

@@ -24,8 +24,9 @@ from .console import (
     table,
     usage,
 )
-from .dispatch import KERNEL_DTYPES, Explanation, plan
+from .dispatch import KERNEL_DTYPES, plan
 from .doctor import diagnose
+from .explanation import Explanation
 from .problem import Problem
 from .verify import SHAPES, run_matrix
 

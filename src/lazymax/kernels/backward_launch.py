@@ -1,0 +1,155 @@
+"""From a problem, a row for the backward and the tensors of a call to the launches of its kernels."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import triton
+
+from ..backends import Half
+from ..dispatch_backward import BackwardPlan
+from ..extras import NO_EXTRAS, Extras
+from ..problem import Problem
+from . import backward, gradients
+from .launch import (
+    LOG2E,
+    NO_LENGTHS,
+    NO_MODIFIERS,
+    constant,
+    describe,
+    launch_options,
+    lengths_of,
+    modifiers_of,
+    positive_scale,
+    run,
+    shared_config,
+    view_strides,
+)
+from .memory import View
+
+PLANES = 4  # of gradients.Stats
+PREPARED_ROWS = 32  # of a program of gradients.prepare
+PREPARE_OPTIONS = launch_options(4, 1, None)
+# Rows of the heads that run side by side: about what two of their tensors keep of a large L2.
+ROWS_TOGETHER = 65536
+
+
+@dataclass(slots=True)
+class _Kernel:
+    """One of the two main kernels."""
+
+    function: Any
+    config: backward.Config
+    grid: tuple[int, int]
+    shape: tuple[int, int, int]  # tiles of a head, heads, heads side by side
+    options: dict[str, Any]
+    binary: Callable[..., None] | None = None
+
+
+@dataclass(slots=True)
+class BackwardLaunch:
+    """The portable backward, ready for every call with the same problem; made once, called often."""
+
+    problem: Problem
+    queries: _Kernel
+    keys: _Kernel
+    descriptors: bool
+    scalars: tuple[Any, ...]
+    prepared: dict[str, Any]  # constexprs of gradients.prepare
+    binary: Callable[..., None] | None = field(default=None)  # of gradients.prepare
+
+    @classmethod
+    def prepare(cls, problem: Problem, plan: BackwardPlan) -> "BackwardLaunch":
+        p, tile = problem, plan.tile
+        assert tile is not None
+        shared = shared_config(p, plan.least_columns) | {"DESCRIPTOR": tile.descriptors}
+        q_len, kv_len = p.packed or (p.q_len, p.kv_len)
+        batches = 1 if p.packed else p.batch
+
+        def kernel(function: Any, half: Half, tiles: int, heads: int, rows: int) -> _Kernel:
+            config = backward.Config(BLOCK_M=half.block_m, BLOCK_N=half.block_n, **shared)
+            together = max(1, min(heads, ROWS_TOGETHER // max(1, rows)))
+            options = launch_options(half.num_warps, half.num_stages, half.max_registers)
+            return _Kernel(function, constant(config), (heads * tiles, batches), (tiles, heads, together), options)
+
+        by_keys = p.slots(tile.keys.block_n, of_keys=True)
+        by_queries = p.slots(tile.queries.block_m)
+        scale_log2 = LOG2E if p.modified else positive_scale(p)
+        return cls(
+            problem=p,
+            queries=kernel(backward.attention_backward_queries, tile.queries, by_queries, p.q_heads, q_len),
+            keys=kernel(backward.attention_backward_keys, tile.keys, by_keys, p.kv_heads, kv_len),
+            descriptors=tile.descriptors,
+            scalars=(scale_log2, p.scale, q_len, kv_len, p.first_offset or 0, p.last_offset or 0),
+            prepared=dict(
+                ROWS=constant(PREPARED_ROWS), PIECES=constant(shared["DV_PIECES"]), D_V=constant(p.v_head_dim),
+                WIDE=constant(p.wide),
+            ),
+        )  # fmt: skip
+
+    def to_prepare(
+        self, out: torch.Tensor, d_out: torch.Tensor, lse: torch.Tensor, d_lse: torch.Tensor | None, stats: Any
+    ) -> tuple[Any, ...]:
+        """Arguments of `gradients.prepare`."""
+        views = View(out, *view_strides(out)), View(d_out, *view_strides(d_out))
+        return (*views, lse, d_lse, stats, out.shape[2], *self.prepared.values())
+
+    def arguments(
+        self,
+        kernel: _Kernel,
+        inputs: Sequence[torch.Tensor],
+        outputs: tuple[Any, Any],
+        stats: gradients.Stats,
+        extras: Extras = NO_EXTRAS,
+    ) -> tuple[Any, ...]:
+        """Arguments of one of the two main kernels. inputs: q, k, v, d_out. outputs: its second and third argument but
+        one (`out` and `d_slopes`, or `d_k` and `d_v`)."""
+        lengths, modifiers = NO_LENGTHS, NO_MODIFIERS
+        if extras is not NO_EXTRAS or self.problem.modified:
+            lengths, modifiers = lengths_of(self.problem, extras), modifiers_of(self.problem, extras)
+        views = backward.Inputs(*(View(t, *view_strides(t)) for t in inputs))
+        made = (views, self._described(kernel, inputs), *outputs, stats)
+        return (*made, *self.scalars, *kernel.shape, lengths, modifiers, kernel.config)
+
+    def _described(self, kernel: _Kernel, inputs: Sequence[torch.Tensor]) -> backward.Tiles:
+        if not self.descriptors:
+            return backward.Tiles()
+        config = kernel.config
+        rows, keys = config.BLOCK_M.value, config.BLOCK_N.value
+        sizes = ((rows, config.D_PIECES), (keys, config.D_PIECES), (keys, config.DV_PIECES), (rows, config.DV_PIECES))
+        made = (
+            (*(describe(t, height, cols.value) for _, cols in of), None)[:2]
+            for t, (height, of) in zip(inputs, sizes, strict=True)
+        )
+        return backward.Tiles(*made)
+
+    def __call__(
+        self,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        d_lse: torch.Tensor | None,
+        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        extras: Extras = NO_EXTRAS,
+        d_slopes: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Fill grads: dq, dk, dv. inputs: q, k, v, d_out; all of them and out with a contiguous head dimension, lse and
+        d_lse contiguous. d_slopes: fp32 (B, Hq, Sq), each row's share of the gradient of the slopes, or None. Returns
+        each row's delta, (B, Hq, Sq)."""
+        q, d_out = inputs[0], inputs[3]
+        stats = torch.empty(PLANES, *q.shape[:3], dtype=torch.float32, device=q.device)
+        of_stats, of_slopes = stats_of(stats), None if d_slopes is None else stats_of(d_slopes[None])
+        grid = (q.shape[1], triton.cdiv(q.shape[2], PREPARED_ROWS), q.shape[0])
+        arguments = self.to_prepare(out, d_out, lse, d_lse, of_stats)
+        self.binary = run(gradients.prepare, grid, self.binary, arguments, **PREPARE_OPTIONS)
+        dq, dk, dv = (View(t, *view_strides(t)) for t in grads)
+        for kernel, outputs in ((self.queries, (dq, of_slopes)), (self.keys, (dk, dv))):
+            arguments = self.arguments(kernel, inputs, outputs, of_stats, extras)
+            kernel.binary = run(kernel.function, (*kernel.grid, 1), kernel.binary, arguments, **kernel.options)
+        return stats[gradients.DELTA.value]
+
+
+def stats_of(t: torch.Tensor) -> gradients.Stats:
+    """A (planes, B, Hq, Sq) tensor as the kernels take it."""
+    return gradients.Stats(t, *t.stride()[:3])
