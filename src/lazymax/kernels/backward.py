@@ -86,7 +86,8 @@ def _deal(index, n_tiles, n_heads, together):
 @triton.jit
 def _sweep_keys(q, d_out, row, inputs, tiles, stats, span, head, first_row, start, middle, resume, stop, dq, d_slope,
                 scale_log2, modifiers, config, BLOCK_N: tl.constexpr, EDGE: tl.constexpr, GUARDED: tl.constexpr):
-    """Add the key blocks of [start, middle) and of [resume, stop) to dq (and to d_slope, if it is wanted)."""
+    """Add the key blocks of [start, middle) and of [resume, stop) to dq, and to d_slope, which is empty where the
+    gradient of the slopes is not wanted."""
     EXACT: tl.constexpr = GUARDED or config.FLOAT_MASK
     DESCRIPTOR: tl.constexpr = config.DESCRIPTOR and not GUARDED
     kv_head = head // config.GROUP
@@ -106,9 +107,9 @@ def _sweep_keys(q, d_out, row, inputs, tiles, stats, span, head, first_row, star
         keep = gradients.kept(modifiers, span, head, first_row, n, p.shape[0], BLOCK_N, False)
         dp = products.scores(d_out, v, config.PRECISION, config.UPCAST)
         ds = gradients.of_scores(p, dp, keep, row, modifiers, config, EDGE, False)
-        if d_slope is not None:
+        if len(d_slope) == 1:
             place = scores.place_at(span, head, first_row, n, p.shape[0], BLOCK_N, EDGE)
-            d_slope -= tl.sum(ds * scores.distance(span, place, False), 1)
+            d_slope = (d_slope[0] - tl.sum(ds * scores.distance(span, place, False), 1),)
         ds = gradients.of_products(ds, s, modifiers, config)
         ds = products.narrow(ds, k[0].dtype, config.UPCAST)
         dq = products.weighted(ds, gradients.clean(k, GUARDED), dq, config.PRECISION, config.UPCAST, False)
@@ -140,13 +141,23 @@ def _exact_statistics(q, inputs, stats, span, head, first_row, start, stop, scal
 
 
 @triton.jit
+def _no_slopes(d_slopes, ROWS: tl.constexpr):
+    """The rows' shares of the gradient of the slopes before the first key: a tuple, empty if it is not wanted."""
+    if d_slopes is not None:
+        d_slope = (tl.zeros([ROWS], tl.float32),)
+    else:
+        d_slope = ()
+    return d_slope
+
+
+@triton.jit
 def _finish_queries(dq, d_slope, out, d_slopes, stats, span, head, first_row, scale, config):
     row = span.q_row + first_row
     gradients.store(out, span, head, row, span.q_row + span.q_len, dq, scale, config.D, config.D_PIECES, config)
     if d_slopes is not None:
         ROWS: tl.constexpr = dq[0].shape[0]
         to = gradients.pointers(d_slopes, span, head, first_row, ROWS)
-        tl.store(to, d_slope, mask=first_row + tl.arange(0, ROWS) < span.q_len)
+        tl.store(to, d_slope[0], mask=first_row + tl.arange(0, ROWS) < span.q_len)
 
 
 @triton.jit(noinline=True)
@@ -167,9 +178,7 @@ def _guarded_queries(inputs, out, d_slopes, stats, span, head, first_row, start,
         pivot, rest = _exact_statistics(q, inputs, stats, span, head, first, start, stop, scale_log2, lengths,
                                         modifiers, config, tiles, GUARD_N, False)
         row = gradients.Row(pivot, rest, row.delta)
-        d_slope = None
-        if d_slopes is not None:
-            d_slope = tl.zeros([GUARD_M], tl.float32)
+        d_slope = _no_slopes(d_slopes, GUARD_M)
         dq = gradients.zeros(GUARD_M, config.D_PIECES)
         dq, d_slope = _sweep_keys(q, d_out, row, inputs, tiles, stats, span, head, first, start, start, start, stop,
                                   dq, d_slope, scale_log2, modifiers, config, GUARD_N, True, True)
@@ -205,9 +214,7 @@ def attention_backward_queries(inputs, tiles, out, d_slopes, stats, scale_log2, 
         pivot, rest = _exact_statistics(q, inputs, stats, span, head, first_row, start, stop, scale_log2, lengths,
                                         modifiers, config, tiles, BLOCK_N, config.DESCRIPTOR)
         row = gradients.Row(pivot, rest, row.delta)
-    d_slope = None
-    if d_slopes is not None:
-        d_slope = tl.zeros([BLOCK_M], tl.float32)
+    d_slope = _no_slopes(d_slopes, BLOCK_M)
     dq = gradients.zeros(BLOCK_M, config.D_PIECES)
     dq, d_slope = _sweep_keys(q, d_out, row, inputs, tiles, stats, span, head, first_row, inner_start, inner_stop, stop,
                               stop, dq, d_slope, scale_log2, modifiers, config, BLOCK_N, False, False)
