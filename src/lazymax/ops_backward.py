@@ -66,7 +66,7 @@ def _prepare(problem: Problem, chosen: BackwardPlan) -> Any:
 
 def _launch(decision: _Decision, impl: str, *arguments: Any) -> Any:
     """Launch on the tensors' device; None if the kernels cannot be built, and from then on the reference does it."""
-    device = arguments[1].device
+    device = arguments[1].device  # of out
     try:
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
@@ -119,7 +119,7 @@ def _operator(
         for t, strides in zip((q, k, v), decision.strides, strict=True)
     )
     problem = decision.problem
-    if decision.launch is not None and not (needs[0] and problem.mask not in (None, "bool")):
+    if decision.launch is not None:
         others = _by_kernels(decision, saved, grad_out, grad_lse, (q, k, v), extras, rules, needs, grads)
         if others is not None:
             return [*grads, *others]
@@ -153,10 +153,12 @@ def _by_kernels(
     d_slopes = None
     if needs[1] and extras.alibi_slopes is not None:
         d_slopes = torch.zeros(out.shape[:3], dtype=torch.float32, device=out.device)
-    arguments = ((*inputs, grad_out), out, lse.contiguous(), d_lse, grads, extras, d_slopes)
-    delta = _launch(decision, saved.impl, *arguments)
-    if delta is None:
+    of_mask = needs[0] and extras.mask is not None and extras.mask.is_floating_point()
+    arguments = ((*inputs, grad_out), out, lse.contiguous(), d_lse, grads, extras, d_slopes, of_mask)
+    found = _launch(decision, saved.impl, *arguments)
+    if found is None:
         return None
+    delta, d_mask = found
     none = out.new_empty(0)
     of_slopes, of_sinks = none, none
     if d_slopes is not None and extras.alibi_slopes is not None:
@@ -165,7 +167,7 @@ def _by_kernels(
         sinks = _of_rows(extras.sinks.float(), extras, out.shape[2])
         weight = torch.exp(sinks - lse).where(lse > float("-inf"), 0.0)  # of the sink; rows of no sequence have none
         of_sinks = _per_head(-(weight * delta).where(weight > 0, 0.0), extras.sinks, extras)
-    return [none, of_slopes, of_sinks]
+    return [none if d_mask is None else d_mask.to(extras.mask.dtype), of_slopes, of_sinks]  # type: ignore[union-attr]
 
 
 def _sequences(extras: Extras, rows: int) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """From a problem, a row for the backward and the tensors of a call to the launches of its kernels."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from ..backends import Half
 from ..dispatch_backward import BackwardPlan
 from ..extras import NO_EXTRAS, Extras
 from ..problem import Problem
-from . import backward, gradients
+from . import backward, backward_mask, gradients
 from .launch import (
     LOG2E,
     NO_LENGTHS,
@@ -57,7 +57,8 @@ class BackwardLaunch:
     descriptors: bool
     scalars: tuple[Any, ...]
     prepared: dict[str, Any]  # constexprs of gradients.prepare
-    binary: Callable[..., None] | None = field(default=None)  # of gradients.prepare
+    binary: Callable[..., None] | None = None  # of gradients.prepare
+    mask_binary: Callable[..., None] | None = None
 
     @classmethod
     def prepare(cls, problem: Problem, plan: BackwardPlan) -> "BackwardLaunch":
@@ -133,10 +134,11 @@ class BackwardLaunch:
         grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         extras: Extras = NO_EXTRAS,
         d_slopes: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        of_mask: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Fill grads: dq, dk, dv. inputs: q, k, v, d_out; all of them and out with a contiguous head dimension, lse and
         d_lse contiguous. d_slopes: fp32 (B, Hq, Sq), each row's share of the gradient of the slopes, or None. Returns
-        each row's delta, (B, Hq, Sq)."""
+        each row's delta, (B, Hq, Sq), and, with of_mask, the gradient of the float mask."""
         q, d_out = inputs[0], inputs[3]
         stats = torch.empty(PLANES, *q.shape[:3], dtype=torch.float32, device=q.device)
         of_stats, of_slopes = stats_of(stats), None if d_slopes is None else stats_of(d_slopes[None])
@@ -147,7 +149,31 @@ class BackwardLaunch:
         for kernel, outputs in ((self.queries, (dq, of_slopes)), (self.keys, (dk, dv))):
             arguments = self.arguments(kernel, inputs, outputs, of_stats, extras)
             kernel.binary = run(kernel.function, (*kernel.grid, 1), kernel.binary, arguments, **kernel.options)
-        return stats[gradients.DELTA.value]
+        d_mask = self._of_mask(inputs, of_stats, extras) if of_mask else None
+        return stats[gradients.DELTA.value], d_mask
+
+    def _of_mask(self, inputs: Sequence[torch.Tensor], stats: gradients.Stats, extras: Extras) -> torch.Tensor:
+        """After the main kernels. In a tile of the sizes that dQ has."""
+        mask, p, config = extras.mask, self.problem, self.queries.config
+        assert mask is not None
+        batches, heads, one_row, one_col = (n == 1 for n in mask.shape)
+        tiles = triton.cdiv(p.q_len, config.BLOCK_M.value), triton.cdiv(p.kv_len, config.BLOCK_N.value)
+        size = (*mask.shape[:2], tiles[0] if one_row else p.q_len, tiles[1] if one_col else p.kv_len)
+        total = torch.empty(size, dtype=torch.float32, device=mask.device)
+        views = backward.Inputs(*(View(t, *view_strides(t)) for t in inputs))
+        arguments = (
+            views, View(total, *total.stride()[:3]), stats, self.scalars[0], *self.scalars[2:], tiles[1],
+            p.q_heads if heads else 1, p.batch if batches else 1, lengths_of(p, extras), modifiers_of(p, extras),
+            config._replace(DESCRIPTOR=constant(False)), constant(one_row), constant(one_col),
+        )  # fmt: skip
+        grid = (tiles[0] * tiles[1], mask.shape[1], mask.shape[0])
+        options = self.queries.options | {"num_stages": 1}
+        self.mask_binary = run(
+            backward_mask.attention_backward_mask, grid, self.mask_binary, arguments, **options
+        )
+        if one_row:
+            total = total.sum(2, keepdim=True)
+        return total.sum(3, keepdim=True) if one_col else total
 
 
 def stats_of(t: torch.Tensor) -> gradients.Stats:

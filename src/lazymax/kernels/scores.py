@@ -11,6 +11,7 @@ import triton.language as tl
 from . import masking
 
 LOG2E = tl.constexpr(1.4426950408889634)
+FAR = tl.constexpr(-(2**30))  # a row before every key, in any band
 
 
 class Modifiers(NamedTuple):
@@ -144,7 +145,10 @@ def settle(s, modifiers, span, head, first_row, first_col, config, EDGE: tl.cons
         if config.CHOOSES and CHOOSE:
             s = tl.where(allowed(modifiers, span, place, config, TURNED), s, float("-inf"))
     if EDGE:
-        inside = masking.keep(first_row + tl.arange(0, ROWS), first_col + tl.arange(0, COLS), span.kv_len,
+        rows = first_row + tl.arange(0, ROWS)
+        if TURNED:  # rows outside have keys of their own here: a NaN there would reach the sums of a key
+            rows = tl.where(rows < span.q_len, rows, FAR)
+        inside = masking.keep(rows, first_col + tl.arange(0, COLS), span.kv_len,
                               span.first_offset, span.last_offset, config.HAS_FIRST, config.HAS_LAST, TURNED)
         s = tl.where(inside, s, float("-inf"))
     return s

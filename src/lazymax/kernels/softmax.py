@@ -96,7 +96,7 @@ def rest_of(m, l, scale_log2, sink):
     without keys."""
     rest = tl.log2(tl.where(l == 0.0, 1.0, l))
     if sink is not None:
-        more = (sink - natural(m, scale_log2)) / LN2
+        more = tl.minimum((sink - natural(m, scale_log2)) / LN2, 1e30)  # finite: inf - inf is NaN
         top = tl.maximum(more, 0.0)
         rest = top + tl.log2(l * tl.exp2(-top) + tl.exp2(more - top))
     return tl.where(l == 0.0, float("inf"), rest)
