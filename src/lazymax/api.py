@@ -115,13 +115,7 @@ def attention(
 
 
 def _call(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    extras: Extras,
-    rules: Rules,
-    layout: str,
-    how: ops.Options,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, rules: Rules, layout: str, how: ops.Options
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     if layout == "bshd":
         q, k, v = _swap(q, "q"), _swap(k, "k"), _swap(v, "v")

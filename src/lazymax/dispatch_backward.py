@@ -1,4 +1,4 @@
-"""plan_backward(): which kernels compute the gradients of a problem, and why other candidates were refused. Pure Python.
+"""plan_backward(): which kernels compute the gradients of a problem, and why others were refused. Pure Python.
 
 Candidates, in order: the backends that list the arch and have rows for the backward, the `portable` backend, the
 reference. No choice of the forward but the reference binds the backward: all kernels leave the same LSE.

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from .arch import Arch
 from .dispatch import Plan
@@ -23,7 +24,7 @@ class Explanation:
         return plan_backward(self.problem, self.arch, self.plan)
 
     def to_json(self) -> str:
-        parts = {"problem": self.problem, "arch": self.arch, "plan": self.plan, "backward": self.backward}
+        parts: dict[str, Any] = dict(problem=self.problem, arch=self.arch, plan=self.plan, backward=self.backward)
         return json.dumps({name: asdict(part) for name, part in parts.items()}, indent=2)
 
     def __str__(self) -> str:

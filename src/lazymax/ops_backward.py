@@ -46,7 +46,13 @@ mods._forget.append(_decided.clear)
 
 
 def _decide(
-    grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, rules: Rules, saved: Saved
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    extras: Extras,
+    rules: Rules,
+    saved: Saved,
 ) -> _Decision:
     problem = Problem.from_tensors(q, k, v, extras, rules, return_lse=True, deterministic=saved.deterministic)
     arch = arches.of(q.device)

@@ -188,9 +188,7 @@ class Problem:
             wide=output_strides(q, v.shape[3])[2] >= WIDE_STRIDE
             or any(_last_contiguous(t) and t.shape[2] > 1 and t.stride(2) >= WIDE_STRIDE for t in named.values())
             or (mask is not None and max(mask.stride()[2:]) >= WIDE_STRIDE),
-            descriptor_refusal=descriptor_refusal("q", q)
-            or descriptor_refusal("k", k)
-            or descriptor_refusal("v", v),
+            descriptor_refusal=descriptor_refusal("q", q) or descriptor_refusal("k", k) or descriptor_refusal("v", v),
         )
 
     @classmethod

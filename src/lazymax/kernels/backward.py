@@ -1,10 +1,10 @@
 """The portable backward: kernels for every GPU that Triton compiles for, without atomics, so that the same call gives
 the same bits.
 
-`gradients.prepare` makes statistics of the rows. `attention_backward_queries` computes dQ: a program has BLOCK_M queries
-and walks the key blocks that they see. `attention_backward_keys` computes dK and dV: a program has BLOCK_N keys, walks
-the query tiles that see them, for every query head of the group, and holds its tiles turned (keys along the first
-dimension), so that P^T and dS^T go from registers into the next product. Both recompute P.
+`gradients.prepare` makes statistics of the rows. `attention_backward_queries` computes dQ: a program has BLOCK_M
+queries and walks the key blocks that they see. `attention_backward_keys` computes dK and dV: a program has BLOCK_N
+keys, walks the query tiles that see them, for every query head of the group, and holds its tiles turned (keys along the
+first dimension), so that P^T and dS^T go from registers into the next product. Both recompute P.
 
 As in the forward, the loops do not care for what is rare: a NaN or inf that hides under a weight of 0, and scores so
 large that the fused exponent is off. Both leave NaN or inf in the sums, and the tile is computed again, carefully.

@@ -1,6 +1,6 @@
-"""The gradient of a float mask: dS of the final scores, summed over the batch elements and heads that share an element of
-the mask, in registers and in a fixed order. A program computes a tile of it; where all queries (or all keys) share an
-element it leaves the sum of its tile, and the host adds those up.
+"""The gradient of a float mask: dS of the final scores, summed over the batch elements and heads that share an element
+of the mask, in registers and in a fixed order. A program computes a tile of it; where all queries (or all keys) share
+an element it leaves the sum of its tile, and the host adds those up.
 
 Recomputes S and dP, two more products than the main kernels take: dS of every head would not fit into memory.
 """

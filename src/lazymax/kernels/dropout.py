@@ -13,8 +13,8 @@ from . import masking
 @triton.jit
 def keep(seed, batch, head, first_row, first_col, dropout_p, ROWS: tl.constexpr, COLS: tl.constexpr,
          TURNED: tl.constexpr = False):
-    """Boolean (ROWS, COLS) tile, TURNED (COLS, ROWS), for the queries from first_row and the keys from first_col, a multiple of 4. seed:
-    pointer, int64."""
+    """Boolean (ROWS, COLS) tile, TURNED (COLS, ROWS), for the queries from first_row and the keys from first_col, a
+    multiple of 4. seed: pointer, int64."""
     groups = masking.of_cols(first_col // 4 + tl.arange(0, COLS // 4), TURNED)
     rows = masking.of_rows(first_row + tl.arange(0, ROWS), TURNED)
     zero = 0 * (groups + rows)

@@ -1,8 +1,8 @@
 """What the kernels of the backward share: statistics of rows, and from the products of a tile to probabilities and to
 the gradient of its scores. Tiles have queries along the first dimension, TURNED along the second (masking.py).
 
-Dao et al., FlashAttention (2022), appendix B: dS = P * (dP - delta), with delta = rowsum(dO * O). The gradient of the LSE
-is a part of delta, since d LSE / d S = P.
+Dao et al., FlashAttention (2022), appendix B: dS = P * (dP - delta), with delta = rowsum(dO * O). The gradient of the
+LSE is a part of delta, since d LSE / d S = P.
 """
 
 from typing import Any, NamedTuple
