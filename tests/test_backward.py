@@ -69,12 +69,15 @@ def by_row(row: BackwardTile, d_out: Any, d_lse: Any, qkv: Any, problem: Problem
     """Through the operator, past its choice of a row, into gradients full of NaN; the forward as it is chosen."""
     arch = arches.of(qkv[0].device)
     assert row.refusal(problem, arch) is None
+    forward = plan(problem, arch)
     chosen = BackwardPlan(
         route="triton", backend="test", tile=row, level="", reason="", rejected=(),
         least_columns=tritons.least_columns(arch.matrix_unit),
     )  # fmt: skip
     copies = d_out.stride(3) != 1 or row.descriptors
-    decision = ops_backward._Decision(problem, arch, chosen, BackwardLaunch.prepare(problem, chosen), (), copies)
+    decision = ops_backward._Decision(
+        problem, arch, forward, chosen, BackwardLaunch.prepare(problem, chosen), (), copies
+    )
     grads = tuple(testing.poisoned(*t.shape, dtype=t.dtype, device=t.device) for t in qkv)
     saved = ops_backward.Saved()  # the operator runs the forward again
     others = ops_backward._by_kernels(decision, saved, d_out, d_lse, qkv, extras, rules, list(NEEDS), grads)
@@ -399,6 +402,6 @@ def test_a_row_that_cannot_be_built_gives_way_to_the_reference(device, monkeypat
     monkeypatch.setattr(ops_backward, "_decided", {})
     monkeypatch.setattr(BackwardLaunch, "__call__", fail)
     leaves = [t.requires_grad_() for t in testing.make_qkv(1, 2, 2, 9, 9, 16, dtype=FP32, device=device)]
-    with pytest.warns(UserWarning, match="the backward .* cannot be built .*; the reference takes over"):
+    with pytest.warns(UserWarning, match="the backward .* cannot be built .*; reference takes over"):
         lazymax.attention(*leaves).sum().backward()
     assert all(t.grad.isfinite().all() for t in leaves)

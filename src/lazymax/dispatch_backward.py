@@ -58,8 +58,8 @@ def backward_refusal(problem: Problem, arch: Arch) -> str | None:
     return None
 
 
-def plan_backward(problem: Problem, arch: Arch, forward: Plan) -> BackwardPlan:
-    """Choose. forward: the plan of the forward."""
+def plan_backward(problem: Problem, arch: Arch, forward: Plan, only: str | None = None) -> BackwardPlan:
+    """Choose. forward: the plan of the forward. only: a backend or "reference", where others could not be built."""
     rejected: list[Refused] = []
     refusal = backward_refusal(problem, arch)
     if forward.route == "reference":
@@ -67,6 +67,9 @@ def plan_backward(problem: Problem, arch: Arch, forward: Plan) -> BackwardPlan:
     taken: tuple[str, BackwardTile] | None = None
     for name, backend in registry().items():
         if not backend.backward or not backend.serves(arch):
+            continue
+        if only not in (None, name):
+            rejected.append(Refused(name, "cannot be built"))
             continue
         if refusal or taken:
             rejected.append(Refused(name, refusal or f"{taken[0]} comes first"))  # type: ignore[index]

@@ -10,7 +10,7 @@ from . import arch as arches
 from . import mods, ops, reference
 from .arch import Arch
 from .compat import tritons
-from .dispatch import plan
+from .dispatch import Plan, plan
 from .dispatch_backward import BackwardPlan, plan_backward
 from .extras import NO_EXTRAS, Extras, Rules
 from .ops import BACKWARD, library, parsed
@@ -32,6 +32,7 @@ class _Decision:
 
     problem: Problem
     arch: Arch
+    forward: Plan
     plan: BackwardPlan
     launch: Any  # None on the reference route
     strides: tuple[list[int], list[int], list[int]]  # of dq, dk, dv
@@ -59,11 +60,12 @@ def _decide(
     strides = tuple(output_strides(t, t.shape[3]) for t in (q, k, v))
     steps = (grad_out.stride(2), *(own[2] for own in strides))
     problem = replace(problem, wide=problem.wide or max(steps) >= WIDE_STRIDE)
-    chosen = plan_backward(problem, arch, plan(problem, arch, saved.impl))
-    copies = grad_out.stride(3) != 1
+    forward = plan(problem, arch, saved.impl)
+    chosen = plan_backward(problem, arch, forward)
+    copies = grad_out.stride(3) != 1 or grad_out.dtype != q.dtype
     if chosen.tile is not None and chosen.tile.descriptors:
         copies = copies or descriptor_refusal("grad_out", grad_out) is not None
-    return _Decision(problem, arch, chosen, _prepare(problem, chosen), strides, copies)  # type: ignore[arg-type]
+    return _Decision(problem, arch, forward, chosen, _prepare(problem, chosen), strides, copies)  # type: ignore[arg-type]
 
 
 def _prepare(problem: Problem, chosen: BackwardPlan) -> Any:
@@ -71,7 +73,8 @@ def _prepare(problem: Problem, chosen: BackwardPlan) -> Any:
 
 
 def _launch(decision: _Decision, impl: str, *arguments: Any) -> Any:
-    """Launch on the tensors' device; None if the kernels cannot be built, and from then on the reference does it."""
+    """Launch on the tensors' device; None if no kernel could be built and the reference must do it. With impl "auto" a
+    row that cannot be built for this GPU gives way to the portable rows, then to the reference, with one warning."""
     device = arguments[1].device  # of out
     try:
         if device.type == "cuda" and device.index != torch.cuda.current_device():
@@ -83,21 +86,33 @@ def _launch(decision: _Decision, impl: str, *arguments: Any) -> Any:
 
         if impl != "auto" or not is_build_failure(error):
             raise
+        instead = "reference" if decision.plan.backend == "portable" else "portable"
         warnings.warn(
             f"lazymax: the backward {decision.plan.describe()} cannot be built for {decision.arch.id} "
-            f"({type(error).__name__}: {error}); the reference takes over",
+            f"({type(error).__name__}: {error}); {instead} takes over",
             stacklevel=2,
         )
-        decision.launch = None
-        return None
+        decision.plan = plan_backward(decision.problem, decision.arch, decision.forward, instead)
+        decision.launch = _prepare(decision.problem, decision.plan)
+    return None if decision.launch is None else _launch(decision, impl, *arguments)
 
 
-def _key(grad_out: torch.Tensor, q: Any, k: Any, v: Any, extras: Extras, rules: Rules, saved: Saved) -> tuple[Any, ...]:
+def _key(
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    extras: Extras,
+    rules: Rules,
+    saved: Saved,
+) -> tuple[Any, ...]:
+    """What a decision depends on, and the binaries' specialisation with it."""
     return (
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), grad_out.stride(), q.dtype, q.device,
         q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15, grad_out.data_ptr() & 15, rules, saved.impl,
         saved.deterministic or torch.are_deterministic_algorithms_enabled(),
-        None if saved.out is None else (saved.out.stride(), saved.out.data_ptr() & 15),
+        grad_out.dtype, *(t is not None and (t.stride(), t.data_ptr() & 15) for t in (saved.out, saved.lse, grad_lse)),
         None if extras is NO_EXTRAS else ops._key(extras),
         q.device.type == "cpu" and tritons.interpreting(),
         fp32_precision() if q.dtype == torch.float32 else None,
@@ -114,7 +129,7 @@ def _operator(
 ) -> list[torch.Tensor]:
     extras, rules, (needs, *rest) = parsed(arguments)
     saved = Saved(*rest)
-    key = (*_key(grad_out, q, k, v, extras, rules, saved), tuple(needs), grad_lse is None)
+    key = (*_key(grad_out, grad_lse, q, k, v, extras, rules, saved), *needs)
     decision = _decided.get(key)
     if decision is None:
         if len(_decided) >= _DECIDED_LIMIT:
@@ -153,7 +168,7 @@ def _by_kernels(
     if decision.problem.copied:
         inputs = tuple(t if t.stride(3) == 1 else t.contiguous() for t in inputs)  # type: ignore[assignment]
     if decision.copies_grad:
-        grad_out = grad_out.contiguous()
+        grad_out = grad_out.to(out.dtype, memory_format=torch.contiguous_format, copy=True)
     out = out if out.stride(3) == 1 else out.contiguous()
     d_lse = None if grad_lse is None else grad_lse.float().contiguous()
     d_slopes = None
@@ -165,15 +180,14 @@ def _by_kernels(
     if found is None:
         return None
     delta, d_mask = found
-    none = out.new_empty(0)
-    of_slopes, of_sinks = none, none
+    others = [None if d_mask is None or extras.mask is None else d_mask.to(extras.mask.dtype), None, None]
     if d_slopes is not None and extras.alibi_slopes is not None:
-        of_slopes = _per_head(d_slopes, extras.alibi_slopes, extras)
+        others[1] = _per_head(d_slopes, extras.alibi_slopes, extras)
     if needs[2] and extras.sinks is not None:
         sinks = _of_rows(extras.sinks.float(), extras, out.shape[2])
         weight = torch.exp(sinks - lse).where(lse > float("-inf"), 0.0)  # of the sink; rows of no sequence have none
-        of_sinks = _per_head(-(weight * delta).where(weight > 0, 0.0), extras.sinks, extras)
-    return [none if d_mask is None else d_mask.to(extras.mask.dtype), of_slopes, of_sinks]  # type: ignore[union-attr]
+        others[2] = _per_head(-(weight * delta).where(weight > 0, 0.0), extras.sinks, extras)
+    return [out.new_empty(0) if grad is None else grad for grad in others]
 
 
 def _sequences(extras: Extras, rows: int) -> torch.Tensor:

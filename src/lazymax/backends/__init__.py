@@ -141,11 +141,13 @@ class Half:
     num_warps: int
     num_stages: int
     max_registers: int | None = None
+    reload: bool = False  # of dK and dV: K and V come anew for each tile of queries instead of staying in registers
 
     @property
     def name(self) -> str:
-        registers = f"-r{self.max_registers}" if self.max_registers else ""
-        return f"{self.block_m}x{self.block_n}-w{self.num_warps}-s{self.num_stages}{registers}"
+        more = f"-r{self.max_registers}" if self.max_registers else ""
+        more += "-reload" if self.reload else ""
+        return f"{self.block_m}x{self.block_n}-w{self.num_warps}-s{self.num_stages}{more}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,6 +35,7 @@ class Config(NamedTuple):
     HAS_LAST: Any
     BOTTOM_RIGHT: Any
     DESCRIPTOR: Any  # q, k, v and d_out come through tensor descriptors, else through pointers
+    RELOAD: Any  # K and V of the keys' kernel come anew for each tile of queries instead of staying in registers
     PRECISION: Any
     UPCAST: Any
     WIDE: Any
@@ -230,13 +231,27 @@ def attention_backward_queries(inputs, tiles, out, d_slopes, stats, scale_log2, 
 
 
 @triton.jit
-def _sweep_queries(k, v, inputs, tiles, stats, span, head, first_col, start, middle, resume, stop, dk, dv, scale_log2,
-                   modifiers, config, BLOCK_M: tl.constexpr, EDGE: tl.constexpr, GUARDED: tl.constexpr):
+def _load_keys(inputs, tiles, span, kv_head, first_col, ROWS: tl.constexpr, config, DESCRIPTOR: tl.constexpr):
+    """K and V of a program's keys."""
+    at, end = span.k_row + first_col, span.k_row + span.kv_len
+    k = memory.load_pieces(inputs.k, tiles.k, span.slab, kv_head, at, end, ROWS, True, config, config.D,
+                           config.D_PIECES, DESCRIPTOR)
+    v = memory.load_pieces(inputs.v, tiles.v, span.slab, kv_head, at, end, ROWS, True, config, config.D_V,
+                           config.DV_PIECES, DESCRIPTOR)
+    return k, v
+
+
+@triton.jit
+def _sweep_queries(keys, values, inputs, tiles, stats, span, head, first_col, start, middle, resume, stop, dk, dv,
+                   scale_log2, modifiers, config, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EDGE: tl.constexpr,
+                   GUARDED: tl.constexpr):
     """Add the query tiles of [start, middle) and of [resume, stop) to dk and dv."""
     EXACT: tl.constexpr = GUARDED or config.FLOAT_MASK
     DESCRIPTOR: tl.constexpr = config.DESCRIPTOR and not GUARDED
     row_end = span.q_row + span.q_len
     before = (middle - start) // BLOCK_M
+    # 0, which no compiler can know: it would take a load that is the same in each round out of the loop.
+    nothing = tl.num_programs(1) // 65536
     for i in tl.range(0, before + (stop - resume + BLOCK_M - 1) // BLOCK_M):
         m = start + i * BLOCK_M
         if EDGE:
@@ -247,6 +262,10 @@ def _sweep_queries(k, v, inputs, tiles, stats, span, head, first_col, start, mid
         d_out = memory.load_pieces(inputs.d_out, tiles.d_out, span.slab, head, at, row_end, BLOCK_M, EDGE, config,
                                    config.D_V, config.DV_PIECES, DESCRIPTOR)
         row = gradients.load_row(stats, span, head, m, BLOCK_M, EDGE, EXACT)
+        k, v = keys, values
+        if config.RELOAD and not GUARDED:
+            k, v = _load_keys(inputs, tiles, span, head // config.GROUP, first_col + i * nothing, BLOCK_N, config,
+                              DESCRIPTOR)
         s = products.scores(k, q, config.PRECISION, config.UPCAST)
         p = gradients.probabilities(s, row, modifiers, span, head, m, first_col, scale_log2, config, EDGE, EXACT, True)
         keep = gradients.kept(modifiers, span, head, m, first_col, BLOCK_M, p.shape[0], True)
@@ -273,19 +292,14 @@ def _finish_keys(dk, dv, d_k, d_v, span, kv_head, first_col, end, scale, modifie
 def _guarded_keys(inputs, d_k, d_v, stats, span, kv_head, first_col, end, scale_log2, scale, modifiers, config):
     """The same for dK and dV: every query, every mask."""
     tiles = Tiles((None, None), (None, None), (None, None), (None, None))
-    key_end = span.k_row + span.kv_len
     for c in tl.range(0, config.BLOCK_N, GUARD_N):
         first = first_col + c
-        at = span.k_row + first
-        k = memory.load_pieces(inputs.k, None, span.slab, kv_head, at, key_end, GUARD_N, True, config, config.D,
-                               config.D_PIECES, False)
-        v = memory.load_pieces(inputs.v, None, span.slab, kv_head, at, key_end, GUARD_N, True, config, config.D_V,
-                               config.DV_PIECES, False)
+        k, v = _load_keys(inputs, tiles, span, kv_head, first, GUARD_N, config, False)
         dk = gradients.zeros(GUARD_N, config.D_PIECES)
         dv = gradients.zeros(GUARD_N, config.DV_PIECES)
         for g in tl.range(0, config.GROUP):
             dk, dv = _sweep_queries(k, v, inputs, tiles, stats, span, kv_head * config.GROUP + g, first, 0, 0, 0,
-                                    span.q_len, dk, dv, scale_log2, modifiers, config, GUARD_M, True, True)
+                                    span.q_len, dk, dv, scale_log2, modifiers, config, GUARD_M, GUARD_N, True, True)
         _finish_keys(dk, dv, d_k, d_v, span, kv_head, first, end, scale, modifiers, config)
 
 
@@ -300,25 +314,23 @@ def attention_backward_keys(inputs, tiles, d_k, d_v, stats, scale_log2, scale, q
     span, tile, end = sequences.locate_keys((slot, tl.program_id(1)), q_len, kv_len, first_offset, last_offset,
                                             lengths, BLOCK_N, config.BOTTOM_RIGHT)
     first_col = tile * BLOCK_N
-    at, key_end = span.k_row + first_col, span.k_row + span.kv_len
     start, inner_start, inner_stop, stop = bounds.q_range(first_col, tl.minimum(first_col + BLOCK_N, span.kv_len) - 1,
                                                           span.q_len, span.first_offset, span.last_offset, BLOCK_M,
                                                           config.HAS_FIRST, config.HAS_LAST)
     if first_col + BLOCK_N > span.kv_len:  # keys outside: every tile needs the mask
         inner_start = start
         inner_stop = start
-    k = memory.load_pieces(inputs.k, tiles.k, span.slab, kv_head, at, key_end, BLOCK_N, True, config, config.D,
-                           config.D_PIECES, config.DESCRIPTOR)
-    v = memory.load_pieces(inputs.v, tiles.v, span.slab, kv_head, at, key_end, BLOCK_N, True, config, config.D_V,
-                           config.DV_PIECES, config.DESCRIPTOR)
+    k, v = (), ()
+    if not config.RELOAD:
+        k, v = _load_keys(inputs, tiles, span, kv_head, first_col, BLOCK_N, config, config.DESCRIPTOR)
     dk = gradients.zeros(BLOCK_N, config.D_PIECES)
     dv = gradients.zeros(BLOCK_N, config.DV_PIECES)
     for g in tl.range(0, config.GROUP):
         head = kv_head * config.GROUP + g
         dk, dv = _sweep_queries(k, v, inputs, tiles, stats, span, head, first_col, start, inner_start, inner_stop, stop,
-                                dk, dv, scale_log2, modifiers, config, BLOCK_M, True, False)
+                                dk, dv, scale_log2, modifiers, config, BLOCK_M, BLOCK_N, True, False)
         dk, dv = _sweep_queries(k, v, inputs, tiles, stats, span, head, first_col, inner_start, inner_stop, stop, stop,
-                                dk, dv, scale_log2, modifiers, config, BLOCK_M, False, False)
+                                dk, dv, scale_log2, modifiers, config, BLOCK_M, BLOCK_N, False, False)
     _finish_keys(dk, dv, d_k, d_v, span, kv_head, first_col, end, scale, modifiers, config)
     if tl.maximum(gradients.suspect(dk), gradients.suspect(dv)) > 0:
         _guarded_keys(inputs, d_k, d_v, stats, span, kv_head, first_col, end, scale_log2, scale, modifiers, config)

@@ -69,7 +69,7 @@ class BackwardLaunch:
         batches = 1 if p.packed else p.batch
 
         def kernel(function: Any, half: Half, tiles: int, heads: int, rows: int) -> _Kernel:
-            config = backward.Config(BLOCK_M=half.block_m, BLOCK_N=half.block_n, **shared)
+            config = backward.Config(BLOCK_M=half.block_m, BLOCK_N=half.block_n, RELOAD=half.reload, **shared)
             together = max(1, min(heads, ROWS_TOGETHER // max(1, rows)))
             options = launch_options(half.num_warps, half.num_stages, half.max_registers)
             return _Kernel(function, constant(config), (heads * tiles, batches), (tiles, heads, together), options)
