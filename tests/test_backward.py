@@ -349,7 +349,7 @@ class Choice:
 
 CHOICES = (
     Choice("a kernel", "triton", "", (4, 16, 16, 4096, 4096, 128)),
-    Choice("another GPU", "triton", "any GPU", arch="sm_86"),
+    Choice("another GPU", "triton", "any GPU", arch="gfx90a"),
     Choice("fp64", "reference", "float64 goes to the reference", dtype="fp64"),
     Choice(
         "large heads", "reference", "head dim of q and k: the kernels take 1 to 256, got 576", (1, 4, 1, 9, 9, 576, 512)

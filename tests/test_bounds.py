@@ -16,7 +16,8 @@ WIDTH = 4096
 @triton.jit
 def _ranges(cases, out, n, BLOCK_N: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_LAST: tl.constexpr,
             WIDTH: tl.constexpr, TURNED: tl.constexpr):  # fmt: skip
-    """kv_range (TURNED: q_range) of WIDTH cases at once: it is element-wise, so that a vector of tiles does what one tile would."""
+    """kv_range (TURNED: q_range) of WIDTH cases at once: it is element-wise, so that a vector of tiles does what one
+    tile would."""
     at = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     inside = at < n
     first_row = tl.load(cases + at, mask=inside, other=0)

@@ -45,7 +45,7 @@ def builds(
     q, k, v = meta_tensors(problem)
     d_out = torch.empty(*q.shape[:3], problem.v_head_dim, dtype=q.dtype, device="meta")
     stats = stats_of(torch.empty(4, *q.shape[:3], dtype=torch.float32, device="meta"))
-    dq, dk, dv = (View(t, *view_strides(t)) for t in (q, k, v))
+    inputs = tuple(View(t, *view_strides(t)) for t in (q, k, v, d_out))
     d_slopes = None if extras.alibi_slopes is None else stats
 
     def build(kernel: Any, arguments: Callable[[], tuple[Any, ...]], options: dict[str, Any]) -> Callable[[], Any]:
@@ -56,10 +56,9 @@ def builds(
         return compile
 
     def main(kernel: Any, outputs: tuple[Any, Any]) -> Callable[[], Any]:
-        inputs = (q, k, v, d_out)
         return build(kernel.function, lambda: launch.arguments(kernel, inputs, outputs, stats, extras), kernel.options)
 
-    return {"dkdv": main(launch.keys, (dk, dv)), "dq": main(launch.queries, (dq, d_slopes))}
+    return {"dkdv": main(launch.keys, (inputs[1], inputs[2])), "dq": main(launch.queries, (inputs[0], d_slopes))}
 
 
 def reports(

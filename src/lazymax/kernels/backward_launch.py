@@ -22,6 +22,7 @@ from .launch import (
     lengths_of,
     modifiers_of,
     positive_scale,
+    rebased,
     run,
     shared_config,
     view_strides,
@@ -31,6 +32,7 @@ from .memory import View
 PLANES = 4  # of gradients.Stats
 PREPARED_ROWS = 32  # of a program of gradients.prepare
 PREPARE_OPTIONS = launch_options(4, 1, None)
+NO_TILES = backward.Tiles()
 # Rows of the heads that run side by side: about what two of their tensors keep of a large L2.
 ROWS_TOGETHER = 65536
 
@@ -44,6 +46,7 @@ class _Kernel:
     grid: tuple[int, int]
     shape: tuple[int, int, int]  # tiles of a head, heads, heads side by side
     options: dict[str, Any]
+    tiles: backward.Tiles | None = None  # the descriptors of the first call
     binary: Callable[..., None] | None = None
 
 
@@ -56,9 +59,10 @@ class BackwardLaunch:
     keys: _Kernel
     descriptors: bool
     scalars: tuple[Any, ...]
-    prepared: dict[str, Any]  # constexprs of gradients.prepare
+    prepared: tuple[Any, ...]  # constexprs of gradients.prepare
     binary: Callable[..., None] | None = None  # of gradients.prepare
     mask_binary: Callable[..., None] | None = None
+    strides: list[tuple[int, ...]] | None = None  # of the views of q, k, v, d_out, out, dq, dk and dv
 
     @classmethod
     def prepare(cls, problem: Problem, plan: BackwardPlan) -> "BackwardLaunch":
@@ -83,47 +87,39 @@ class BackwardLaunch:
             keys=kernel(backward.attention_backward_keys, tile.keys, by_keys, p.kv_heads, kv_len),
             descriptors=tile.descriptors,
             scalars=(scale_log2, p.scale, q_len, kv_len, p.first_offset or 0, p.last_offset or 0),
-            prepared=dict(
-                ROWS=constant(PREPARED_ROWS), PIECES=constant(shared["DV_PIECES"]), D_V=constant(p.v_head_dim),
-                WIDE=constant(p.wide),
-            ),
+            prepared=tuple(map(constant, (PREPARED_ROWS, shared["DV_PIECES"], p.v_head_dim, p.wide))),
         )  # fmt: skip
-
-    def to_prepare(
-        self, out: torch.Tensor, d_out: torch.Tensor, lse: torch.Tensor, d_lse: torch.Tensor | None, stats: Any
-    ) -> tuple[Any, ...]:
-        """Arguments of `gradients.prepare`."""
-        views = View(out, *view_strides(out)), View(d_out, *view_strides(d_out))
-        return (*views, lse, d_lse, stats, out.shape[2], *self.prepared.values())
 
     def arguments(
         self,
         kernel: _Kernel,
-        inputs: Sequence[torch.Tensor],
+        inputs: Sequence[View],
         outputs: tuple[Any, Any],
         stats: gradients.Stats,
         extras: Extras = NO_EXTRAS,
     ) -> tuple[Any, ...]:
-        """Arguments of one of the two main kernels. inputs: q, k, v, d_out. outputs: its second and third argument but
-        one (`out` and `d_slopes`, or `d_k` and `d_v`)."""
+        """Arguments of one of the two main kernels. inputs: q, k, v, d_out. outputs: the two behind the descriptors."""
         lengths, modifiers = NO_LENGTHS, NO_MODIFIERS
         if extras is not NO_EXTRAS or self.problem.modified:
             lengths, modifiers = lengths_of(self.problem, extras), modifiers_of(self.problem, extras)
-        views = backward.Inputs(*(View(t, *view_strides(t)) for t in inputs))
-        made = (views, self._described(kernel, inputs), *outputs, stats)
+        made = (backward.Inputs(*inputs), self._described(kernel, inputs), *outputs, stats)
         return (*made, *self.scalars, *kernel.shape, lengths, modifiers, kernel.config)
 
-    def _described(self, kernel: _Kernel, inputs: Sequence[torch.Tensor]) -> backward.Tiles:
+    def _described(self, kernel: _Kernel, inputs: Sequence[View]) -> backward.Tiles:
         if not self.descriptors:
-            return backward.Tiles()
+            return NO_TILES
+        if kernel.tiles is not None:
+            again = zip(kernel.tiles, inputs, strict=True)
+            return backward.Tiles(*((rebased(a, view.ptr), rebased(b, view.ptr)) for (a, b), view in again))
         config = kernel.config
         rows, keys = config.BLOCK_M.value, config.BLOCK_N.value
         sizes = ((rows, config.D_PIECES), (keys, config.D_PIECES), (keys, config.DV_PIECES), (rows, config.DV_PIECES))
         made = (
-            (*(describe(t, height, cols.value) for _, cols in of), None)[:2]
-            for t, (height, of) in zip(inputs, sizes, strict=True)
+            (*(describe(view.ptr, height, cols.value) for _, cols in of), None)[:2]
+            for view, (height, of) in zip(inputs, sizes, strict=True)
         )
-        return backward.Tiles(*made)
+        kernel.tiles = backward.Tiles(*made)
+        return kernel.tiles
 
     def __call__(
         self,
@@ -139,20 +135,24 @@ class BackwardLaunch:
         """Fill grads: dq, dk, dv. inputs: q, k, v, d_out; all of them and out with a contiguous head dimension, lse and
         d_lse contiguous. d_slopes: fp32 (B, Hq, Sq), each row's share of the gradient of the slopes, or None. Returns
         each row's delta, (B, Hq, Sq), and, with of_mask, the gradient of the float mask."""
-        q, d_out = inputs[0], inputs[3]
-        stats = torch.empty(PLANES, *q.shape[:3], dtype=torch.float32, device=q.device)
+        q = inputs[0]
+        tensors = (*inputs, out, *grads)
+        if self.strides is None:
+            self.strides = [view_strides(t) for t in tensors]
+        views = [View(t, *steps) for t, steps in zip(tensors, self.strides, strict=True)]
+        of_inputs, (of_out, dq, dk, dv) = views[:4], views[4:]
+        stats = torch.empty((PLANES, *q.shape[:3]), dtype=torch.float32, device=q.device)
         of_stats, of_slopes = stats_of(stats), None if d_slopes is None else stats_of(d_slopes[None])
-        grid = (q.shape[1], triton.cdiv(q.shape[2], PREPARED_ROWS), q.shape[0])
-        arguments = self.to_prepare(out, d_out, lse, d_lse, of_stats)
+        grid = (q.shape[1], -(-q.shape[2] // PREPARED_ROWS), q.shape[0])
+        arguments = (of_out, of_inputs[3], lse, d_lse, of_stats, q.shape[2], *self.prepared)
         self.binary = run(gradients.prepare, grid, self.binary, arguments, **PREPARE_OPTIONS)
-        dq, dk, dv = (View(t, *view_strides(t)) for t in grads)
         for kernel, outputs in ((self.queries, (dq, of_slopes)), (self.keys, (dk, dv))):
-            arguments = self.arguments(kernel, inputs, outputs, of_stats, extras)
+            arguments = self.arguments(kernel, of_inputs, outputs, of_stats, extras)
             kernel.binary = run(kernel.function, (*kernel.grid, 1), kernel.binary, arguments, **kernel.options)
-        d_mask = self._of_mask(inputs, of_stats, extras) if of_mask else None
+        d_mask = self._of_mask(of_inputs, of_stats, extras) if of_mask else None
         return stats[gradients.DELTA.value], d_mask
 
-    def _of_mask(self, inputs: Sequence[torch.Tensor], stats: gradients.Stats, extras: Extras) -> torch.Tensor:
+    def _of_mask(self, inputs: Sequence[View], stats: gradients.Stats, extras: Extras) -> torch.Tensor:
         """After the main kernels. In a tile of the sizes that dQ has."""
         mask, p, config = extras.mask, self.problem, self.queries.config
         assert mask is not None
@@ -160,10 +160,9 @@ class BackwardLaunch:
         tiles = triton.cdiv(p.q_len, config.BLOCK_M.value), triton.cdiv(p.kv_len, config.BLOCK_N.value)
         size = (*mask.shape[:2], tiles[0] if one_row else p.q_len, tiles[1] if one_col else p.kv_len)
         total = torch.empty(size, dtype=torch.float32, device=mask.device)
-        views = backward.Inputs(*(View(t, *view_strides(t)) for t in inputs))
         arguments = (
-            views, View(total, *total.stride()[:3]), stats, self.scalars[0], *self.scalars[2:], tiles[1],
-            p.q_heads if heads else 1, p.batch if batches else 1, lengths_of(p, extras), modifiers_of(p, extras),
+            backward.Inputs(*inputs), View(total, *total.stride()[:3]), stats, self.scalars[0], *self.scalars[2:],
+            tiles[1], p.q_heads if heads else 1, p.batch if batches else 1, lengths_of(p, extras), modifiers_of(p, extras),
             config._replace(DESCRIPTOR=constant(False)), constant(one_row), constant(one_col),
         )  # fmt: skip
         grid = (tiles[0] * tiles[1], mask.shape[1], mask.shape[0])

@@ -53,6 +53,17 @@ def describe(t: torch.Tensor, rows: int, cols: int) -> TensorDescriptor:
     return TensorDescriptor(t, list(t.shape), [*strides, 1], [1, 1, rows, cols])
 
 
+def rebased(descriptor: Any, t: torch.Tensor) -> Any:
+    """The same of another tensor of that shape, strides and alignment, past the checks of the constructor: 0.4 us
+    instead of 3.6. A new object, for calls may come from several threads. None stays None."""
+    if descriptor is None:
+        return None
+    copy = object.__new__(type(descriptor))
+    copy.__dict__.update(descriptor.__dict__)
+    copy.base = t
+    return copy
+
+
 def is_build_failure(error: Exception) -> bool:
     """Whether the kernel could not be built for this GPU, as opposed to a fault while it ran."""
     return isinstance(error, OutOfResources | PTXASError | CompilationError) or "PassManager" in str(error)

@@ -50,42 +50,63 @@ NARROW_BACKWARD: dict[str, Any] = dict(
 )
 BACKWARD = (
     BackwardTile(
-        **WIDE, descriptors=True, when=When(max_head_dim=128, dtypes=HALF, min_programs=0.7),
+        **WIDE,
+        descriptors=True,
+        when=When(max_head_dim=128, dtypes=HALF, min_programs=0.7),
         reason="dK and dV of 128 keys, or dQ of 128 queries, in registers; two tiles under way beside the one at hand. "
-        "A prototype of these sizes ran at 0.76 to 0.86 of cuDNN (D = 128)", provenance=COMPILED,
+        "A prototype of these sizes ran at 0.76 to 0.86 of cuDNN (D = 128)",
+        provenance=COMPILED,
     ),
     BackwardTile(
-        **NARROW_BACKWARD, descriptors=True, when=When(max_head_dim=128, dtypes=HALF),
-        reason="too few key tiles of 128 to fill the GPU", provenance=COMPILED,
+        **NARROW_BACKWARD,
+        descriptors=True,
+        when=When(max_head_dim=128, dtypes=HALF),
+        reason="too few key tiles of 128 to fill the GPU",
+        provenance=COMPILED,
     ),
     BackwardTile(
         keys=Half(block_m=64, block_n=64, num_warps=8, num_stages=2),
-        queries=Half(block_m=64, block_n=64, num_warps=8, num_stages=2), when=When(max_head_dim=128, dtypes=HALF),
+        queries=Half(block_m=64, block_n=64, num_warps=8, num_stages=2),
+        when=When(max_head_dim=128, dtypes=HALF),
         reason="strides that descriptors cannot take; on 4 warps the addresses spill 64 and 200 bytes",
         provenance=COMPILED,
     ),
     BackwardTile(
         keys=Half(block_m=32, block_n=64, num_warps=8, num_stages=2),
-        queries=Half(block_m=64, block_n=64, num_warps=8, num_stages=2), descriptors=True, when=When(dtypes=HALF),
+        queries=Half(block_m=64, block_n=64, num_warps=8, num_stages=2),
+        descriptors=True,
+        when=When(dtypes=HALF),
         reason="head dim 256: dK and dV of 64 keys take 128 registers a thread; two stages in 131 and 198 KB",
         provenance=COMPILED,
     ),
     BackwardTile(
         keys=Half(block_m=32, block_n=64, num_warps=8, num_stages=1),
-        queries=Half(block_m=64, block_n=32, num_warps=8, num_stages=1), when=When(dtypes=HALF),
-        reason="large heads without descriptors", provenance=COMPILED,
+        queries=Half(block_m=64, block_n=32, num_warps=8, num_stages=1),
+        when=When(dtypes=HALF),
+        reason="large heads without descriptors",
+        provenance=COMPILED,
     ),
     BackwardTile(
         keys=Half(block_m=16, block_n=32, num_warps=4, num_stages=1),
-        queries=Half(block_m=32, block_n=16, num_warps=4, num_stages=1), when=When(max_head_dim=64),
-        reason="fp32: full-precision products run on the vector unit, registers limit the tile", provenance=COMPILED,
+        queries=Half(block_m=32, block_n=16, num_warps=4, num_stages=1),
+        when=When(max_head_dim=64),
+        reason="fp32: full-precision products run on the vector unit, registers limit the tile",
+        provenance=COMPILED,
     ),
     BackwardTile(
         keys=Half(block_m=16, block_n=16, num_warps=4, num_stages=1),
-        queries=Half(block_m=16, block_n=16, num_warps=4, num_stages=1),
-        reason="fp32, as above", provenance=COMPILED,
+        queries=Half(block_m=32, block_n=16, num_warps=8, num_stages=1),
+        when=When(max_head_dim=128),
+        reason="fp32, as above: no spills",
+        provenance=COMPILED,
     ),
-)  # fmt: skip
+    BackwardTile(
+        keys=Half(block_m=16, block_n=16, num_warps=8, num_stages=1),
+        queries=Half(block_m=16, block_n=16, num_warps=8, num_stages=1),
+        reason="fp32, as above: dQ spills 280 bytes",
+        provenance=COMPILED,
+    ),
+)
 BACKWARD_ALTERNATIVES = (
     BackwardTile(
         keys=Half(block_m=64, block_n=128, num_warps=8, num_stages=2),
