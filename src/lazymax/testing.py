@@ -149,7 +149,7 @@ def check_gradients(
     """Compare gradients [dq, dk, dv, dmask, dslopes, dsinks, *dscore_args] with the float64 reference of the same
     problem, within the error budget; those that `needs` says are not wanted are not looked at. The low-precision twin
     computes in float32, with P, dS, the output and the results rounded to the dtype of q, whose eps counts."""
-    double = _double(extras)
+    double = widened(extras)
     wide = (q.double(), k.double(), v.double())
     exact = reference.backward(grad_out, grad_lse, *wide, problem, double, needs)
     low = reference.backward(grad_out, grad_lse, q, k, v, problem, extras, needs, p_dtype=q.dtype)
@@ -162,7 +162,7 @@ def check_gradients(
     return found
 
 
-def _double(extras: Extras) -> Extras:
+def widened(extras: Extras) -> Extras:
     """With every floating tensor in float64, in which the reference then returns its gradient."""
 
     def wide(t: torch.Tensor | None) -> torch.Tensor | None:

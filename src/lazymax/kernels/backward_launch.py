@@ -160,9 +160,10 @@ class BackwardLaunch:
         tiles = triton.cdiv(p.q_len, config.BLOCK_M.value), triton.cdiv(p.kv_len, config.BLOCK_N.value)
         size = (*mask.shape[:2], tiles[0] if one_row else p.q_len, tiles[1] if one_col else p.kv_len)
         total = torch.empty(size, dtype=torch.float32, device=mask.device)
+        summed = p.q_heads if heads else 1, p.batch if batches else 1
         arguments = (
             backward.Inputs(*inputs), View(total, *total.stride()[:3]), stats, self.scalars[0], *self.scalars[2:],
-            tiles[1], p.q_heads if heads else 1, p.batch if batches else 1, lengths_of(p, extras), modifiers_of(p, extras),
+            tiles[1], *summed, lengths_of(p, extras), modifiers_of(p, extras),
             config._replace(DESCRIPTOR=constant(False)), constant(one_row), constant(one_col),
         )  # fmt: skip
         grid = (tiles[0] * tiles[1], mask.shape[1], mask.shape[0])
