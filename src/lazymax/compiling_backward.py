@@ -104,9 +104,14 @@ def plan_of(name: str, tile: BackwardTile, arch: Arch) -> BackwardPlan:
     )  # fmt: skip
 
 
-def compile_arch(arch: Arch, dtypes: tuple[str, ...] | None = None) -> Iterator[Report]:
-    """Every row for the backward that `arch` would use, compiled for it."""
-    name = next(n for n, b in registry().items() if b.backward and b.serves(arch))
+def compile_arch(arch: Arch, dtypes: tuple[str, ...] | None = None, impl: str = "auto") -> Iterator[Report]:
+    """Every row for the backward that `arch` would use, or of the backend named `impl`, if it has any."""
+    serving = [n for n, b in registry().items() if b.backward and b.serves(arch) and impl in ("auto", n)]
+    for name in serving[:1]:
+        yield from _compile_backend(arch, name, dtypes)
+
+
+def _compile_backend(arch: Arch, name: str, dtypes: tuple[str, ...] | None) -> Iterator[Report]:
     for tile, problem in rows(arch, registry()[name], dtypes or DTYPES).values():
         yield from reports(problem, plan_of(name, tile, arch), arch)
 
