@@ -7,7 +7,7 @@ import torch
 from triton.runtime.driver import driver
 
 from lazymax import arch as arches
-from lazymax import compiling
+from lazymax import compiling, compiling_backward
 from lazymax.backends import Tile, registry
 from lazymax.dispatch import Plan, plan
 from lazymax.kernels.launch import ForwardLaunch
@@ -110,3 +110,24 @@ def run_forward(shape: tuple[int, ...], dtype: str, rules: dict[str, Any], infin
         "spilled": static_resources(kernel).spilled_vgprs,
         "assembly": kernel.asm["amdgcn"][-400000:],
     }
+
+
+def backward(archs: list[str], head_dims: list[int] | None, dtypes: list[str], causal: bool | None) -> list[Any]:
+    """A report of the two kernels of every row for the backward of those GPUs, for every problem that selects it; of
+    these head dims and of causal problems (or of the others) alone, if they are given."""
+    lines = []
+    for arch in map(arches.by_name, archs):
+        name = next(n for n, b in registry().items() if b.backward and b.serves(arch))
+        for tile, problem in compiling_backward.rows(arch, registry()[name], tuple(dtypes)).values():
+            band = problem.last_offset is not None and problem.first_offset is None
+            if (head_dims and problem.head_dim not in head_dims) or (causal is not None and band is not causal):
+                continue
+            chosen = compiling_backward.plan_of(name, tile, arch)
+            for report in compiling_backward.reports(problem, chosen, arch):
+                lines.append(report.as_dict() | {"half": problem.dtype != "float32"})
+    return lines
+
+
+def backward_features(arch: str, names: list[str] | None, head_dims: list[tuple[int, int]]) -> list[dict[str, Any]]:
+    found = compiling_backward.compile_features(arches.by_name(arch), names, head_dims)
+    return [report.as_dict() for report in found]

@@ -12,7 +12,7 @@ from lazymax import testing
 from lazymax.backends import Tile
 from lazymax.dispatch import Plan
 from lazymax.extras import Extras
-from lazymax.kernels.launch import ForwardLaunch, lengths_of
+from lazymax.kernels.launch import ForwardLaunch, lengths_of, modifiers_of
 from lazymax.options import parse_options
 from lazymax.problem import Problem
 
@@ -50,7 +50,9 @@ def prepare(problem: Problem, listed: bool) -> ForwardLaunch:
 def listed(problem: Problem, extras: Extras, batch: int, device: str) -> torch.Tensor:
     """The rows of the list, (batches, heads, slots, blocks + 2)."""
     launch = prepare(problem, True)
-    found = launch._list(lengths_of(launch.problem, extras), launch._modifiers(extras), batch, torch.device(device))
+    found = launch._list(
+        lengths_of(launch.problem, extras), modifiers_of(launch.problem, extras), batch, torch.device(device)
+    )
     rows: torch.Tensor = found.ptr.cpu()
     assert (found.batch_stride, found.head_stride) == tuple(
         stride if size > 1 else 0 for size, stride in zip(rows.shape[:2], rows.stride()[:2], strict=True)

@@ -1,4 +1,4 @@
-"""`kernels.bounds.kv_range` and the band of `Problem` against brute force."""
+"""`kernels.bounds.kv_range` and `q_range`, and the band of `Problem`, against brute force."""
 
 import itertools
 
@@ -14,8 +14,10 @@ WIDTH = 4096
 
 
 @triton.jit
-def _ranges(cases, out, n, BLOCK_N: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_LAST: tl.constexpr, WIDTH: tl.constexpr):
-    """kv_range of WIDTH cases at once: it is element-wise, so that a vector of tiles does what one tile would."""
+def _ranges(cases, out, n, BLOCK_N: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_LAST: tl.constexpr,
+            WIDTH: tl.constexpr, TURNED: tl.constexpr):  # fmt: skip
+    """kv_range (TURNED: q_range) of WIDTH cases at once: it is element-wise, so that a vector of tiles does what one
+    tile would."""
     at = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     inside = at < n
     first_row = tl.load(cases + at, mask=inside, other=0)
@@ -23,19 +25,22 @@ def _ranges(cases, out, n, BLOCK_N: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_L
     kv_len = tl.load(cases + 2 * n + at, mask=inside, other=0)
     first = tl.load(cases + 3 * n + at, mask=inside, other=0)
     last = tl.load(cases + 4 * n + at, mask=inside, other=0)
-    a, b, c, d = bounds.kv_range(first_row, last_row, kv_len, first, last, BLOCK_N, HAS_FIRST, HAS_LAST)
+    if TURNED:
+        a, b, c, d = bounds.q_range(first_row, last_row, kv_len, first, last, BLOCK_N, HAS_FIRST, HAS_LAST)
+    else:
+        a, b, c, d = bounds.kv_range(first_row, last_row, kv_len, first, last, BLOCK_N, HAS_FIRST, HAS_LAST)
     tl.store(out + at, a, mask=inside)
     tl.store(out + n + at, b, mask=inside)
     tl.store(out + 2 * n + at, c, mask=inside)
     tl.store(out + 3 * n + at, d, mask=inside)
 
 
-def kv_ranges(cases, block_n, has_first, has_last, device):
+def kv_ranges(cases, block_n, has_first, has_last, device, turned=False):
     """(5, n) of first_row, last_row, kv_len, first, last offset -> (4, n) of start, inner_start, inner_stop, stop."""
     n = cases.shape[1]
     out = torch.full((4, n), -1, dtype=torch.int32, device=device)
     _ranges[(triton.cdiv(n, WIDTH),)](
-        cases.int().contiguous().to(device), out, n, block_n, has_first, has_last, WIDTH, enable_fp_fusion=False
+        cases.int().contiguous().to(device), out, n, block_n, has_first, has_last, WIDTH, turned, enable_fp_fusion=False
     )
     return out.cpu().long()
 
@@ -51,22 +56,24 @@ def tiles(q_lens, kv_lens, block_m, has_first, has_last, offsets):
     return torch.tensor(rows).T
 
 
-def visible_keys(cases, block_m, has_first, has_last):
-    """Brute force: (n, block_m) rows that exist, and (n, block_m, keys) what they see."""
+def visible_keys(cases, block_m, has_first, has_last, turned=False):
+    """Brute force: (n, block_m) rows that exist, and (n, block_m, keys) what they see. turned: keys that exist, and
+    which queries see them."""
     first_row, last_row, kv_len, first, last = (x[:, None, None] for x in cases)
     row = first_row + torch.arange(block_m)[None, :, None]
     key = torch.arange(int(kv_len.max()) + 1)[None, None, :]
     seen = (row <= last_row) & (key < kv_len)
+    query, other = (key, row) if turned else (row, key)
     if has_first:
-        seen = seen & (key >= row + first)
+        seen = seen & (other >= query + first)
     if has_last:
-        seen = seen & (key <= row + last)
+        seen = seen & (other <= query + last)
     return (row <= last_row)[..., 0], seen
 
 
-def check_ranges(cases, block_m, block_n, has_first, has_last, device):
-    start, inner_start, inner_stop, stop = edges = kv_ranges(cases, block_n, has_first, has_last, device)
-    exists, seen = visible_keys(cases, block_m, has_first, has_last)
+def check_ranges(cases, block_m, block_n, has_first, has_last, device, turned=False):
+    start, inner_start, inner_stop, stop = edges = kv_ranges(cases, block_n, has_first, has_last, device, turned)
+    exists, seen = visible_keys(cases, block_m, has_first, has_last, turned)
     by_any, by_all = seen.any(1), (seen | ~exists[..., None]).all(1)
     key = torch.arange(seen.shape[2])
 
@@ -113,6 +120,15 @@ def test_kv_range_all_small_shapes(has_first, has_last, block_m, block_n, device
     longest = 2 * max(block_m, block_n) + 2
     cases = tiles(range(1, longest), range(longest), block_m, has_first, has_last, lambda q, k: range(-q, k + 1))
     check_ranges(cases, block_m, block_n, has_first, has_last, device)
+
+
+@pytest.mark.parametrize("block_n, block_m", [(4, 4), (2, 4), (4, 2), (3, 4)])
+@pytest.mark.parametrize("has_first, has_last", BANDS)
+def test_q_range_all_small_shapes(has_first, has_last, block_n, block_m, device):
+    """Tiles of keys and the queries that see them: the same with the parts changed, offsets -Sq..Sk."""
+    longest = 2 * max(block_m, block_n) + 2
+    cases = tiles(range(1, longest), range(longest), block_n, has_first, has_last, lambda k, q: range(-q, k + 1))
+    check_ranges(cases, block_n, block_m, has_first, has_last, device, turned=True)
 
 
 def _edges(sq, sk):

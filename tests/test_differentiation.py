@@ -12,7 +12,8 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import lazymax
-from lazymax import mods
+from lazymax import mods, reference
+from lazymax.options import parse_options
 from lazymax.problem import Problem
 from lazymax.testing import EPS, make_qkv, within_budget
 
@@ -320,15 +321,14 @@ def test_gradients_of_out_and_lse_against_the_textbook(case: Grad, dtype: torch.
     ours = leaves(qkv)
     out, lse = lazymax.attention(*ours, return_lse=True, **case.rules)
     torch.autograd.backward((out, lse), (weights.to(dtype), weights.mean(-1)))  # rows without keys get a gradient too
-    twins = []
-    for kind in (torch.float64, torch.float32):
-        twin = leaves([t.to(kind) for t in qkv])
-        out64, lse64 = plain(*twin, problem)
-        torch.autograd.backward((out64, lse64), (weights.to(dtype).to(kind), weights.mean(-1).to(kind)))
-        twins.append([t.grad.to(dtype) if kind == torch.float32 and dtype != torch.float64 else t.grad for t in twin])
-    for name, x, exact, low in zip("qkv", ours, *twins, strict=True):
+    exact = leaves([t.double() for t in qkv])
+    out64, lse64 = plain(*exact, problem)
+    torch.autograd.backward((out64, lse64), (weights.to(dtype).double(), weights.mean(-1).double()))
+    # What a kernel in this precision rounds beside the results: P, dS and the output.
+    low = reference.backward(weights.to(dtype), weights.mean(-1), *qkv, problem, p_dtype=dtype)
+    for name, x, y, z in zip("qkv", ours, exact, low, strict=False):
         assert x.grad.dtype == dtype
-        assert_within(x.grad, exact, exact if dtype == torch.float64 else low, f"d{name}")
+        assert_within(x.grad, y.grad, z, f"d{name}")
 
 
 EXTRA_GRADS = (
@@ -360,20 +360,28 @@ def test_gradcheck_of_optional_tensors(case: Grad, device: str) -> None:
 
 @pytest.mark.parametrize("case", EXTRA_GRADS, ids=lambda case: case.id)
 def test_gradients_of_optional_tensors_beside_the_kernel(case: Grad, device: str) -> None:
-    """bf16 inputs and fp32 optional tensors, against the same call in float64. The twin in fp32 rounds its output, and
-    so the gradient that comes in, as the kernel does."""
+    """bf16 inputs and fp32 optional tensors, against the same call in float64."""
     qkv = make_qkv(*case.sizes, dtype=torch.bfloat16, device=device)
     grads = []
-    for kind in (None, torch.float32, torch.float64):
+    for kind in (None, torch.float64):
         options = moved(case.rules, device, kind)
         tensors = leaves((*(t.to(kind or t.dtype) for t in qkv), *floats(options).values()))
         out, lse = attend(*tensors[:3], with_floats(options, tensors[3:]), return_lse=True)
-        out = out.bfloat16() if kind == torch.float32 else out
         (out.square().sum() + torch.where(lse.isinf(), 0.0, lse).sin().sum()).backward()
         assert all(t.grad.dtype == t.dtype and t.grad.shape == t.shape for t in tensors)
         grads.append([t.grad for t in tensors])
-    for i, (x, low, exact) in enumerate(zip(*grads, strict=True)):
-        budget = within_budget(x, exact, low.to(x.dtype, copy=True), eps=EPS[torch.bfloat16], what=f"gradient {i}")
+    # What a kernel in this precision rounds: P, dS, the output, and so the gradient that comes in.
+    extras, rules = parse_options(qkv[0], **moved(case.rules, device))
+    problem = Problem.from_tensors(*qkv, extras, rules, return_lse=True)
+    out, lse = reference.attention(*qkv, problem, torch.float32, p_dtype=torch.bfloat16, extras=extras)
+    incoming = 2 * out.bfloat16(), torch.where(lse.isinf(), 0.0, lse.cos())
+    low = reference.backward(*incoming, *qkv, problem, extras, (True,) * 4, p_dtype=torch.bfloat16)
+    args = (f"score_mod_args[{n}]" for n in range(len(low) - 6))
+    named = dict(zip(("attn_mask", "alibi_slopes", "sinks", *args), low[3:], strict=True))
+    low = [*low[:3], *(named[name] for name in floats(case.rules))]
+    for i, (x, exact, z) in enumerate(zip(*grads, low, strict=True)):
+        z = z.view(x.shape).to(x.dtype, copy=True)
+        budget = within_budget(x, exact, z, eps=EPS[torch.bfloat16], what=f"gradient {i}")
         assert budget.ok, str(budget)
 
 

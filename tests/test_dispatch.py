@@ -12,7 +12,8 @@ import torch
 from lazymax import arch as arches
 from lazymax.arch import Arch
 from lazymax.backends import Tile, registry
-from lazymax.dispatch import Explanation, Plan, lists_blocks, plan
+from lazymax.dispatch import Plan, lists_blocks, plan
+from lazymax.explanation import Explanation
 from lazymax.problem import Problem
 
 SHAPE = (1, 4, 2, 300, 300, 128)
@@ -305,7 +306,6 @@ class Note:
 NOTES = (
     Note("copied", "k is copied first: its head dimension is not contiguous", dict(copied=("k",))),
     Note("tf32", "fp32 products in tf32", dict(dtype="float32", fp32_precision="tf32")),
-    Note("backward", "backward: recomputed by the reference", dict(requires_grad=True)),
 )
 
 
@@ -375,7 +375,8 @@ def test_explanation_as_text_and_json() -> None:
         assert words in text
     assert all(word not in text for word in ("mask", "softcap", "ALiBi", "sinks", "dropout", "packed", "seqlens"))
     data = json.loads(explanation.to_json())
-    assert set(data) == {"problem", "arch", "plan"}
+    assert set(data) == {"problem", "arch", "plan", "backward"}
+    assert data["backward"]["tile"]["keys"]["block_n"] == explanation.backward.tile.keys.block_n  # type: ignore[union-attr]
     assert data["problem"]["window"] == [7, None] and data["problem"]["kv_len"] == 40
     assert data["arch"]["id"] == "sm_90"
     assert data["plan"]["tile"]["block_m"] == chosen.tile.block_m

@@ -15,7 +15,8 @@ from turns import FLOOR, mine
 
 from lazymax import arch as arches
 from lazymax.compat import tritons
-from lazymax.dispatch import Explanation, plan
+from lazymax.dispatch import plan
+from lazymax.explanation import Explanation
 from lazymax.problem import Problem
 from lazymax.testing import check_attention
 

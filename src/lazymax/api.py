@@ -7,7 +7,8 @@ import torch
 
 from . import arch as arches
 from . import differentiation, drop_in, merging, ops
-from .dispatch import Explanation, plan
+from .dispatch import plan
+from .explanation import Explanation
 from .extras import NO_EXTRAS, Extras, Rules
 from .options import parse_options, plain_rules
 from .problem import Problem
@@ -39,6 +40,7 @@ def attention(
     return_lse: bool = False,
     rescale_threshold: float | None = None,
     window_align: str | None = None,
+    deterministic: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention: softmax(scale * q @ k^T, over the allowed keys) @ v. All options can be combined.
 
@@ -78,6 +80,9 @@ def attention(
             kernel may look at the rows' sums instead of their maxima. 0 keeps the exact running maximum.
             Changes rounding only.
         window_align: alignment of window and ALiBi when `causal` is None; default "top_left".
+        deterministic: the gradients have to be the same bits from run to run, as they are under
+            `torch.use_deterministic_algorithms(True)` too; else the fastest kernels compute them, whatever their order
+            of additions (`explain` says which). The output is the same bits either way.
 
     Returns:
         The output, q's shape with D_v for D, q's dtype, stored densely in q's order of dimensions; with return_lse, the
@@ -93,38 +98,31 @@ def attention(
     the lazy rescale of FlashAttention-4. Differentiable, also in a float mask, slopes, sinks and score_mod_args;
     composes with torch.compile, vmap and CUDA graphs.
     """
-    _check_types(q, k, v, layout, impl, rescale_threshold, return_lse)
+    _check_types(q, k, v, layout, impl, rescale_threshold, return_lse, deterministic)
+    how = ops.Options(impl, rescale_threshold, return_lse, deterministic=deterministic)
     plain = attn_mask is alibi_slopes is sinks is seqlens_k is None and score_mod is mask_mod is None
     plain = plain and type(softcap) is type(dropout_p) is float and softcap == dropout_p == 0
     if plain and score_mod_args is mask_mod_args is NOTHING:
         extras, rules = NO_EXTRAS, plain_rules(causal, window, scale, window_align)
-        return _call(q, k, v, extras, rules, layout, impl, rescale_threshold, return_lse)
+        return _call(q, k, v, extras, rules, layout, how)
     options = dict(
         attn_mask=attn_mask, causal=causal, window=window, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes,
         sinks=sinks, seqlens_k=seqlens_k, dropout_p=dropout_p, dropout_seed=dropout_seed, score_mod=score_mod,
         score_mod_args=score_mod_args, mask_mod=mask_mod, mask_mod_args=mask_mod_args, window_align=window_align,
     )  # fmt: skip
     extras, rules = parse_options(q, **options)  # type: ignore[arg-type]
-    return _call(q, k, v, extras, rules, layout, impl, rescale_threshold, return_lse)
+    return _call(q, k, v, extras, rules, layout, how)
 
 
 def _call(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    extras: Extras,
-    rules: Rules,
-    layout: str,
-    impl: str,
-    rescale_threshold: float | None,
-    return_lse: bool,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, rules: Rules, layout: str, how: ops.Options
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     if layout == "bshd":
         q, k, v = _swap(q, "q"), _swap(k, "k"), _swap(v, "v")
-    out, lse = differentiation.forward(q, k, v, extras, rules, ops.Options(impl, rescale_threshold, return_lse))
+    out, lse = differentiation.forward(q, k, v, extras, rules, how)
     if layout == "bshd":
         out = out.transpose(1, 2)
-    return (out, lse) if return_lse else out
+    return (out, lse) if how.return_lse else out
 
 
 def attention_varlen(
@@ -152,6 +150,7 @@ def attention_varlen(
     return_lse: bool = False,
     rescale_threshold: float | None = None,
     window_align: str | None = None,
+    deterministic: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of packed sequences: sequence i holds the rows cu_seqlens_q[i] to cu_seqlens_q[i + 1] of q and the rows
     cu_seqlens_k[i] to cu_seqlens_k[i + 1] of k and v, and sees nothing else.
@@ -176,7 +175,8 @@ def attention_varlen(
             raise TypeError(f"{name}: got {type(t).__name__}, expected a torch.Tensor")
         if name in "qkv" and t.dim() != 3:
             raise ValueError(f"{name}: got shape {tuple(t.shape)}, expected 3 dimensions (total, heads, head dim)")
-    _check_types(q, k, v, "bhsd", impl, rescale_threshold, return_lse)
+    _check_types(q, k, v, "bhsd", impl, rescale_threshold, return_lse, deterministic)
+    how = ops.Options(impl, rescale_threshold, return_lse, deterministic=deterministic)
     options = dict(
         causal=causal, window=window, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
         dropout_p=dropout_p, dropout_seed=dropout_seed, score_mod=score_mod, score_mod_args=score_mod_args,
@@ -185,7 +185,7 @@ def attention_varlen(
     )  # fmt: skip
     extras, rules = parse_options(q, **options)  # type: ignore[arg-type]
     q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
-    out, lse = differentiation.forward(q, k, v, extras, rules, ops.Options(impl, rescale_threshold, return_lse))
+    out, lse = differentiation.forward(q, k, v, extras, rules, how)
     out = out[0].transpose(0, 1)
     return (out, lse[0]) if return_lse else out
 
@@ -224,14 +224,16 @@ def explain(
     show: bool = True,
     **options: Any,
 ) -> Explanation:
-    """Print which kernel a call would take, with which tile, why, and why every other candidate was refused.
+    """Print which kernel a call would take, with which tile, why, and why every other candidate was refused; then the
+    same of its gradients.
 
     Give the tensors of the call (4 dimensions as in `attention`, others as in `scaled_dot_product_attention`, 3 with
     `cu_seqlens_q` as in `attention_varlen`), or, without them, `shape` = (B, Hq, Hkv, Sq, Sk, D) or
     (B, Hq, Hkv, Sq, Sk, D, D_v) with `dtype`. `arch` asks for another GPU than the tensors' device, by id ("gfx1151",
     "sm_90"); no GPU is needed. `options` are the other arguments of those functions.
 
-    Returns the `Explanation` (`.plan`, `.to_json()`); show=False prints nothing. Raises what the call would raise.
+    Returns the `Explanation` (`.plan`, `.backward`, `.to_json()`); show=False prints nothing. Raises what the call
+    would raise.
     """
     if is_causal:
         if causal not in (None, "top_left"):
@@ -269,7 +271,9 @@ def _check_layout(layout: str) -> None:
         raise ValueError(f"layout: got {layout!r}, expected 'bhsd' or 'bshd'")
 
 
-def _check_types(q: Any, k: Any, v: Any, layout: Any, impl: Any, rescale_threshold: Any, return_lse: Any) -> None:
+def _check_types(
+    q: Any, k: Any, v: Any, layout: Any, impl: Any, rescale_threshold: Any, return_lse: Any, deterministic: Any
+) -> None:
     """What the operator's schema would refuse with a message about schemas."""
     for name, t in (("q", q), ("k", k), ("v", v)):
         if not isinstance(t, torch.Tensor):
@@ -278,8 +282,9 @@ def _check_types(q: Any, k: Any, v: Any, layout: Any, impl: Any, rescale_thresho
         raise TypeError(f"rescale_threshold: got {rescale_threshold!r}, expected a number or None")
     if not isinstance(impl, str):
         raise TypeError(f"impl: got {impl!r}, expected the name of a backend")
-    if not isinstance(return_lse, bool):
-        raise TypeError(f"return_lse: got {return_lse!r}, expected a bool")
+    for name, value in (("return_lse", return_lse), ("deterministic", deterministic)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}: got {value!r}, expected a bool")
     _check_layout(layout)
 
 

@@ -1,6 +1,7 @@
 """The `lazymax` command. Exit codes: 0 all is well, 1 a check failed, 2 the command was used wrongly."""
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -24,8 +25,9 @@ from .console import (
     table,
     usage,
 )
-from .dispatch import KERNEL_DTYPES, Explanation, plan
+from .dispatch import KERNEL_DTYPES, plan
 from .doctor import diagnose
+from .explanation import Explanation
 from .problem import Problem
 from .verify import SHAPES, run_matrix
 
@@ -151,9 +153,13 @@ def _compile(options: argparse.Namespace) -> int:
         raise UsageError(f"compile: {fault}")
     if tritons.interpreting():
         raise UsageError("compile: TRITON_INTERPRET is set, so Triton would not compile; unset it")
-    from .compiling import compile_arch, compile_features
+    from . import compiling, compiling_backward
 
-    found = compile_features(arch) if options.features else compile_arch(arch, dtypes or None, options.impl)
+    if options.features:
+        found = itertools.chain(compiling.compile_features(arch), compiling_backward.compile_features(arch))
+    else:
+        forward = compiling.compile_arch(arch, dtypes or None, options.impl)
+        found = itertools.chain(forward, compiling_backward.compile_arch(arch, dtypes or None, options.impl))
     reports = list(progress(found, f"compile {arch.id}"))
     bad = [report for report in reports if not report.ok]
     if options.json:

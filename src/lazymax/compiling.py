@@ -9,7 +9,7 @@ import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -167,14 +167,23 @@ def report(
 ) -> Report:
     """Compile one plan and measure it; a failure to compile is a report with `error`. feature: what to call it."""
     assert chosen.tile is not None
+    head = (arch.id, chosen.backend, chosen.tile.name, title(problem, feature), chosen.tile.tuned, triton.__version__)
+    return measured(head, arch, lambda: compile_plan(problem, chosen, arch, extras))
+
+
+def title(problem: Problem, feature: str | None) -> str:
+    """What a report calls a problem."""
     band = "window" if problem.first_offset is not None else "causal" if problem.last_offset is not None else "full"
-    what = f"{problem.dtype} D={problem.head_dim} {feature or band}"
-    head = (arch.id, chosen.backend, chosen.tile.name, what, chosen.tile.tuned, triton.__version__)
+    return f"{problem.dtype} D={problem.head_dim} {feature or band}"
+
+
+def measured(head: tuple[str, str, str, str, bool, str], arch: Arch, build: Callable[[], Any]) -> Report:
+    """Build a kernel and look at it. head: the first fields of the report."""
     pattern = MATRIX_INSTRUCTIONS.get(arch.matrix_unit, r"\bfma")
     instruction = pattern.replace("\\", "")
     start = time.perf_counter()
     try:
-        kernel = compile_plan(problem, chosen, arch, extras)
+        kernel = build()
     except Exception as failure:
         message = _root_cause(failure)
         return Report(*head, instruction, 0, 0, 0, 0, 0, time.perf_counter() - start, message)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import mods, ops
+from . import mods, ops, ops_backward
 from .extras import NO_EXTRAS, NO_RULES, Extras, Rules
 
 INSTEAD = (
@@ -18,16 +18,17 @@ INSTEAD = (
 )
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...]) -> Extras:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> Extras:
     extras, rules, options = ops.parsed(inputs[3:])
-    ctx.save_for_backward(*inputs[:3], *extras[: ops.N_SINGLE], *extras.score_args, *extras.mask_args)
     ctx.rules, ctx.options = rules, ops.Options(*options)
+    kept = output if ctx.options.with_lse else (None, None)  # else the backward runs the forward again
+    ctx.save_for_backward(*inputs[:3], *kept, *extras[: ops.N_SINGLE], *extras.score_args, *extras.mask_args)
     ctx.n_score_args, ctx.n_mask_args = len(extras.score_args), len(extras.mask_args)
     return extras
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    extras = _save(ctx, inputs)
+    extras = _save(ctx, inputs, output)
     ctx.needs = [t is not None and t.requires_grad for t in extras[:3]]
     ctx.needs += [any(t.requires_grad for t in extras.score_args)]
 
@@ -36,11 +37,12 @@ def _gradients(
     ctx: Any, needs: list[bool], grad_out: torch.Tensor, grad_lse: torch.Tensor | None, operator: Any
 ) -> Any:
     """Gradients of q, k, v; of mask, slopes and sinks; of the score_args. None where `needs` says no."""
-    q, k, v, *rest = ctx.saved_tensors
+    q, k, v, out, lse, *rest = ctx.saved_tensors
     n = ops.N_SINGLE + ctx.n_score_args
     extras = (*rest[: ops.N_SINGLE], list(rest[ops.N_SINGLE : n]), list(rest[n:]))
     grad_lse = grad_lse if ctx.options.return_lse else None
-    grads = operator(grad_out, grad_lse, q, k, v, *extras, *ctx.rules, needs)
+    saved = ops_backward.Saved(out, lse, ctx.options.impl, ctx.options.deterministic)
+    grads = operator(grad_out, grad_lse, q, k, v, *extras, *ctx.rules, needs, *saved)
     of_extras = [g if need else None for g, need in zip(grads[3:6], needs, strict=False)]
     of_args = [
         g if needs[3] and t.is_floating_point() else None
@@ -51,8 +53,9 @@ def _gradients(
 
 def _differentiate(ctx: Any, grad_out: torch.Tensor, grad_lse: torch.Tensor | None) -> tuple[Any, ...]:
     grads, of_extras, of_args = _gradients(ctx, ctx.needs, grad_out, grad_lse, torch.ops.lazymax.attention_backward)
-    none = (None,) * (ops.N_RULES + len(ops.Options._fields))
-    return (*grads, *of_extras, *(None,) * (ops.N_SINGLE - 3), of_args, [None] * ctx.n_mask_args, *none)
+    found = (*grads, *of_extras, *(None,) * (ops.N_SINGLE - 3), of_args, [None] * ctx.n_mask_args)
+    # As many as there were arguments: the dispatcher drops those that are equal to their defaults.
+    return (*found, *(None,) * (len(ctx.needs_input_grad) - len(found)))
 
 
 def _refuse_double_backward(ctx: Any, *grads: torch.Tensor) -> None:
@@ -84,7 +87,7 @@ class _Forward(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
         n_score, n_mask, *flat = inputs
-        _save(ctx, _nested(n_score, n_mask, 3, flat))
+        _save(ctx, _nested(n_score, n_mask, 3, flat), output)
 
     @staticmethod
     def backward(ctx: Any, grad_out: torch.Tensor, grad_lse: torch.Tensor | None) -> tuple[Any, ...]:
@@ -130,17 +133,27 @@ def forward(
     costs more than the kernel at small sizes.
     """
     if torch.compiler.is_compiling():
+        if torch.is_grad_enabled() and _require_grad(q, k, v, extras):
+            options = options._replace(keep_lse=True)
         return torch.ops.lazymax.attention_forward(q, k, v, *extras, *rules, *options)  # type: ignore[no-any-return]
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
         n_score, n_mask = len(extras.score_args), len(extras.mask_args)
+        options = options._replace(keep_lse=True)
         flat = (*extras[: ops.N_SINGLE], *extras.score_args, *extras.mask_args, *rules, *options)
         return _Forward.apply(n_score, n_mask, q, k, v, *flat)  # type: ignore[no-any-return,no-untyped-call]
     plain = type(q) is type(k) is type(v) is torch.Tensor and torch._C._len_torch_dispatch_stack() == 0
     plain &= torch._C._get_tracing_state() is None
-    if plain and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
-        if extras is NO_EXTRAS or not (torch.is_grad_enabled() and any(t.requires_grad for _, t in extras.tensors())):
-            return ops.run_forward(q, k, v, extras, rules, options, True)
+    if torch.is_grad_enabled() and _require_grad(q, k, v, extras):
+        options = options._replace(keep_lse=True)
+    elif plain:
+        return ops.run_forward(q, k, v, extras, rules, options, True)
     return torch.ops.lazymax.attention_forward(q, k, v, *extras, *rules, *options)  # type: ignore[no-any-return]
+
+
+def _require_grad(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras) -> bool:
+    if q.requires_grad or k.requires_grad or v.requires_grad:
+        return True
+    return extras is not NO_EXTRAS and any(t.requires_grad for _, t in extras.tensors())
 
 
 def _fold(info: Any, in_dims: Sequence[int | None], tensors: Sequence[torch.Tensor | None]) -> list[Any]:
@@ -198,23 +211,27 @@ def _forward_vmap(info: Any, in_dims: Any, q: Any, k: Any, v: Any, *arguments: A
     extras, rules, options = ops.parsed(arguments)
     extras = _fold_extras(info, in_dims[3 : 3 + ops.N_EXTRAS], q.shape[0] // info.batch_size, extras, rules)
     out, lse = torch.ops.lazymax.attention_forward(q, k, v, *extras, *rules, *options)
-    return_lse = ops.Options(*options).return_lse
-    lse = lse.unflatten(0, (info.batch_size, -1)) if return_lse else lse
-    return (out.unflatten(0, (info.batch_size, -1)), lse), (0, 0 if return_lse else None)
+    with_lse = ops.Options(*options).with_lse
+    lse = lse.unflatten(0, (info.batch_size, -1)) if with_lse else lse
+    return (out.unflatten(0, (info.batch_size, -1)), lse), (0, 0 if with_lse else None)
 
 
 def _backward_vmap(
     info: Any, in_dims: Any, grad_out: Any, grad_lse: Any, q: Any, k: Any, v: Any, *arguments: Any
 ) -> Any:
     folded = _fold(info, in_dims[:5], (grad_out, grad_lse, q, k, v))
-    extras, rules, (needs,) = ops.parsed(arguments)
+    extras, rules, (needs, *rest) = ops.parsed(arguments)
     if any(needs):
         raise NotImplementedError(
             "lazymax: vmapped gradients of attn_mask, alibi_slopes, sinks and score_mod_args are not implemented; "
             f"{INSTEAD}"
         )
     extras = _fold_extras(info, in_dims[5 : 5 + ops.N_EXTRAS], folded[2].shape[0] // info.batch_size, extras, rules)
-    grads = torch.ops.lazymax.attention_backward(*folded, *extras, *rules, needs)
+    saved = ops_backward.Saved(*rest)
+    first = 5 + ops.N_EXTRAS + ops.N_RULES + 1
+    kept = _fold(info, in_dims[first : first + 2], saved[:2]) if saved.out is not None else (None, None)
+    saved = saved._replace(out=kept[0], lse=kept[1])
+    grads = torch.ops.lazymax.attention_backward(*folded, *extras, *rules, needs, *saved)
     shaped = [g.unflatten(0, (info.batch_size, -1)) for g in grads[:3]]
     return [*shaped, *grads[3:]], [0, 0, 0, *(None for _ in grads[3:])]
 

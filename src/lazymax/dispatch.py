@@ -3,8 +3,7 @@
 Candidates, in order: each backend that lists the arch, the `portable` backend, the reference.
 """
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from .arch import Arch
 from .backends import LARGEST_HEAD_DIM, Backend, Tile, registry
@@ -165,51 +164,4 @@ def _notes(problem: Problem, arch: Arch) -> list[str]:
         notes.append(f"{name} is copied first: its head dimension is not contiguous")
     if problem.dtype == "float32" and problem.fp32_precision == "tf32":
         notes.append("fp32 products in tf32, as torch.backends.cuda.matmul allows; the default is full fp32")
-    if problem.requires_grad:
-        notes.append("backward: recomputed by the reference in float32 (there is no Triton backward yet)")
     return notes
-
-
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """A plan with what it was made from; `str()` is the text that `explain` prints."""
-
-    problem: Problem
-    arch: Arch
-    plan: Plan
-
-    def to_json(self) -> str:
-        return json.dumps(
-            {"problem": asdict(self.problem), "arch": asdict(self.arch), "plan": asdict(self.plan)}, indent=2
-        )
-
-    def __str__(self) -> str:
-        p, plan = self.problem, self.plan
-        band = [f"causal {p.align}"] if p.causal else []
-        band += [f"window {p.window}"] if p.window != (None, None) else []
-        band += [f"packed, {p.packed[0]} and {p.packed[1]} rows"] if p.packed else []
-        band += ["seqlens_k"] if p.seqlens_k else []
-        band += [f"mask {p.mask}"] if p.mask else []
-        band += [f"softcap {p.softcap:g}"] if p.softcap else []
-        band += ["ALiBi"] if p.alibi else []
-        band += ["sinks"] if p.sinks else []
-        band += [f"{kind} {name}" for kind, name in (("score_mod", p.score_mod), ("mask_mod", p.mask_mod)) if name]
-        band += [f"dropout {p.dropout_p:g}"] if p.dropout_p else []
-        lines = [
-            f"problem   {p.dtype} B={p.batch} Hq={p.q_heads} Hkv={p.kv_heads} Sq={p.q_len} Sk={p.kv_len} D={p.head_dim}"
-            + (f" Dv={p.v_head_dim}" if p.v_head_dim != p.head_dim else "")
-            + (f", {', '.join(band)}" if band else ""),
-            f"arch      {self.arch}, Triton {self.arch.triton or 'not installed'}",
-            f"route     {plan.describe()}",
-            f"because   {plan.reason}",
-            f"level     {plan.level}",
-        ]
-        if plan.tile:
-            t = plan.tile
-            lines.append(f"tile      {t.describe(plan.rescale)}")
-            own = t.describe_for(p, self.arch)
-            lines += [f"          {own}"] if own else []
-            lines.append(f"          {'tuned' if t.tuned else 'not tuned'}: {t.provenance}")
-        lines += [f"note      {note}" for note in plan.notes]
-        lines += [f"refused   {r.candidate}: {r.reason}" for r in plan.rejected]
-        return "\n".join(lines)

@@ -12,7 +12,8 @@ import torch
 from . import __version__
 from . import arch as arches
 from .compat import tritons
-from .dispatch import Explanation, plan
+from .dispatch import plan
+from .explanation import Explanation
 from .problem import Problem
 
 TYPICAL = (1, 32, 8, 4096, 4096, 128)

@@ -1,13 +1,14 @@
-"""The torch operators: `torch.ops.lazymax.attention_forward` and `.attention_backward`.
+"""The torch operators: `torch.ops.lazymax.attention_forward` and `.attention_backward` (ops_backward.py).
 
 Defined with `torch.library.Library` (define / impl), which costs less per call than the decorator. Planning happens
 inside the operator, on real sizes, so a compiled caller sees one opaque node and no branch on a length. Importing this
 module needs torch only; Triton is imported when the first problem takes a kernel.
 """
 
+import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -32,13 +33,14 @@ _RULES = (
 )
 library.define(  # type: ignore[no-untyped-call]
     f"attention_forward(Tensor q, Tensor k, Tensor v, {_EXTRAS}, {_RULES}, str impl, float? rescale_threshold, "
-    "bool return_lse) -> (Tensor, Tensor)",
+    "bool return_lse, bool keep_lse=False, bool deterministic=False) -> (Tensor, Tensor)",
     tags=_TAGS,
 )
-# Returns the gradients of q, k, v, mask, alibi_slopes, sinks and every score_arg; empty where `needs` says no.
+# Returns the gradients of q, k, v, mask, alibi_slopes, sinks and every score_arg; empty where `needs` says no. out and
+# lse: what the forward returned; without them it is run again.
 library.define(  # type: ignore[no-untyped-call]
     f"attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, {_EXTRAS}, {_RULES}, "
-    "bool[] needs) -> Tensor[]",
+    'bool[] needs, Tensor? out=None, Tensor? lse=None, str impl="auto", bool deterministic=False) -> Tensor[]',
     tags=_TAGS,
 )
 
@@ -49,6 +51,13 @@ class Options(NamedTuple):
     impl: str = "auto"
     rescale_threshold: float | None = None
     return_lse: bool = False
+    keep_lse: bool = False  # for the backward: an LSE comes back where a kernel runs, and room for one elsewhere
+    deterministic: bool = False  # of the gradients
+
+    @property
+    def with_lse(self) -> bool:
+        """The second output has a number for each row."""
+        return self.return_lse or self.keep_lse
 
 
 N_EXTRAS, N_RULES = len(Extras._fields), len(Rules._fields)
@@ -96,11 +105,14 @@ def _decide(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, rules: Rules, options: Options
 ) -> _Decision:
     problem = Problem.from_tensors(
-        q, k, v, extras, rules, rescale_threshold=options.rescale_threshold, return_lse=options.return_lse
-    )
+        q, k, v, extras, rules, rescale_threshold=options.rescale_threshold, return_lse=options.with_lse,
+        deterministic=options.deterministic,
+    )  # fmt: skip
     arch = arches.of(q.device)
     chosen = plan(problem, arch, options.impl)
-    lse_size = tuple(q.shape[:3]) if options.return_lse else (0,)
+    if chosen.route == "reference" and not options.return_lse:
+        problem = replace(problem, return_lse=False)  # its backward takes none, and without it torch's SDPA may run
+    lse_size = tuple(q.shape[:3]) if options.with_lse else (0,)
     out_size = (*q.shape[:3], v.shape[3])
     strides = output_strides(q, v.shape[3])
     no_lse = torch.empty(0, dtype=torch.float32, device=q.device)
@@ -163,7 +175,7 @@ def run_forward(
         decision = _decided[key] = _decide(q, k, v, extras, rules, options)
     problem = decision.problem
     out = torch.empty_strided(decision.out_size, decision.out_strides, dtype=q.dtype, device=device)
-    if direct and not options.return_lse:
+    if direct and not options.with_lse:
         lse = decision.no_lse
     else:
         lse = torch.empty(decision.lse_size, dtype=torch.float32, device=device)
@@ -174,7 +186,7 @@ def run_forward(
     if decision.launch is None or not _run(decision, options.impl, extras, q, k, v, out, lse):
         result, result_lse = reference.fallback(q, k, v, problem, extras)
         out.copy_(result)
-        lse.copy_(result_lse)
+        lse.copy_(result_lse) if problem.return_lse else lse.fill_(math.nan)
     if observers:
         observe(decision.plan)
     return verify.after_forward(out, lse, q, k, v, problem, decision.plan, extras)
@@ -213,43 +225,8 @@ def _forward_fake(
     check_tensors(q, k, v)
     check_extras(q, k, extras, rules)
     out = q.new_empty_strided((*q.shape[:3], v.shape[3]), output_strides(q, v.shape[3]))
-    return out, q.new_empty(q.shape[:3] if Options(*options).return_lse else (0,), dtype=torch.float32)
-
-
-def _backward(
-    grad_out: torch.Tensor,
-    grad_lse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *arguments: Any,
-) -> list[torch.Tensor]:
-    extras, rules, (needs,) = parsed(arguments)
-    problem = Problem.from_tensors(q, k, v, extras, rules)
-    return [g.contiguous() for g in reference.backward(grad_out, grad_lse, q, k, v, problem, extras, needs)]
-
-
-def _backward_fake(
-    grad_out: torch.Tensor,
-    grad_lse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *arguments: Any,
-) -> list[torch.Tensor]:
-    extras, _, (needs,) = parsed(arguments)
-
-    def empty(t: torch.Tensor | None, need: bool) -> torch.Tensor:
-        if t is None or not need or not t.is_floating_point():
-            return q.new_empty(0)
-        return t.new_empty(t.shape)
-
-    of_extras = [empty(t, need) for t, need in zip(extras[:3], needs, strict=False)]
-    of_args = [empty(t, needs[3]) for t in extras.score_args]
-    return [*(t.new_empty(t.shape) for t in (q, k, v)), *of_extras, *of_args]
+    return out, q.new_empty(q.shape[:3] if Options(*options).with_lse else (0,), dtype=torch.float32)
 
 
 library.impl("attention_forward", _operator, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-library.impl("attention_backward", _backward, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 torch.library.register_fake(FORWARD, _forward_fake, lib=library)
-torch.library.register_fake(BACKWARD, _backward_fake, lib=library)

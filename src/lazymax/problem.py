@@ -30,6 +30,7 @@ class Problem:
     rescale_threshold: float = 8.0
     return_lse: bool = False
     requires_grad: bool = False
+    deterministic: bool = False  # gradients have to be the same bits from run to run
     mask: str | None = None  # dtype of a dense mask
     mask_varies: tuple[bool, bool, bool, bool] = (False, False, False, False)  # over batch, head, query, key
     softcap: float = 0.0  # natural units, 0: none
@@ -69,11 +70,11 @@ class Problem:
         """Query tiles of one head, over the whole batch."""
         return self.slots(block_m) * (1 if self.packed else self.batch)
 
-    def slots(self, block_m: int) -> int:
-        """Query tiles side by side in a grid: of a batch element, or of all packed sequences."""
+    def slots(self, block: int, of_keys: bool = False) -> int:
+        """Tiles of queries (or of keys) side by side in a grid: of a batch element, or of all packed sequences."""
         if self.packed:
-            return self.packed[0] // block_m + self.batch + 1  # see kernels/sequences.py
-        return -(-self.q_len // block_m)
+            return self.packed[of_keys] // block + self.batch + 1  # see kernels/sequences.py
+        return -(-(self.kv_len if of_keys else self.q_len) // block)
 
     @property
     def first_offset(self) -> int | None:
@@ -138,6 +139,7 @@ class Problem:
         *,
         rescale_threshold: float | None = None,
         return_lse: bool = False,
+        deterministic: bool = False,
     ) -> "Problem":
         """Check the tensors (see `check_tensors`, `check_extras`) and keep what dispatch needs of them."""
         check_tensors(q, k, v)
@@ -170,6 +172,7 @@ class Problem:
             rescale_threshold=default_threshold(rescale_threshold),
             return_lse=return_lse,
             requires_grad=torch.is_grad_enabled() and any(t.requires_grad for t in gradients),
+            deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
             mask=None if mask is None else _name(mask.dtype),
             mask_varies=NOWHERE if mask is None else _varies(mask),
             softcap=float(rules.softcap),
@@ -185,9 +188,7 @@ class Problem:
             wide=output_strides(q, v.shape[3])[2] >= WIDE_STRIDE
             or any(_last_contiguous(t) and t.shape[2] > 1 and t.stride(2) >= WIDE_STRIDE for t in named.values())
             or (mask is not None and max(mask.stride()[2:]) >= WIDE_STRIDE),
-            descriptor_refusal=_descriptor_refusal("q", q)
-            or _descriptor_refusal("k", k)
-            or _descriptor_refusal("v", v),
+            descriptor_refusal=descriptor_refusal("q", q) or descriptor_refusal("k", k) or descriptor_refusal("v", v),
         )
 
     @classmethod
@@ -199,11 +200,13 @@ class Problem:
         *,
         rescale_threshold: float | None = None,
         return_lse: bool = False,
+        deterministic: bool = False,
         **options: Any,
     ) -> "Problem":
         """From the arguments of `attention()`, bhsd."""
         extras, rules = parse_options(q, **options)
-        return cls.from_tensors(q, k, v, extras, rules, rescale_threshold=rescale_threshold, return_lse=return_lse)
+        how: dict[str, Any] = dict(rescale_threshold=rescale_threshold, return_lse=return_lse)
+        return cls.from_tensors(q, k, v, extras, rules, **how, deterministic=deterministic)
 
     @classmethod
     def from_shape(cls, shape: Sequence[int], dtype: torch.dtype | str, **rules: Any) -> "Problem":
@@ -343,7 +346,7 @@ def _last_contiguous(t: torch.Tensor) -> bool:
     return t.stride(3) == 1 or t.shape[3] <= 1
 
 
-def _descriptor_refusal(name: str, t: torch.Tensor) -> str | None:
+def descriptor_refusal(name: str, t: torch.Tensor) -> str | None:
     """The rules of cuTensorMapEncodeTiled, as far as a caller can break them."""
     if t.numel() == 0:
         return f"{name} is empty"

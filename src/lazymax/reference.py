@@ -1,8 +1,8 @@
 """The reference: attention one explicit step at a time, in torch operations, on any device.
 
 `attention` is the oracle that everything is checked against (in float64), with every rule of the semantics; `fallback`
-is the route for what no kernel takes. `backward` (in reference_backward.py) gives the gradients until there is a Triton
-backward. All work through the query rows in chunks, so that memory does not grow with Sq * Sk.
+is the route for what no kernel takes. `backward` (in reference_backward.py) gives the gradients.
+All work through the query rows in chunks, so that memory does not grow with Sq * Sk.
 """
 
 import torch

@@ -68,12 +68,14 @@ def backward(
     problem: Problem,
     extras: Extras = NO_EXTRAS,
     needs: Sequence[bool] = (True, True, True, True),
+    p_dtype: torch.dtype | None = None,
 ) -> list[torch.Tensor]:
     """Gradients [dq, dk, dv, dmask, dslopes, dsinks, *dscore_args], each of the shape and dtype of its input; computed
     in `compute_dtype`. needs: whether those of the mask, the slopes, the sinks and the arguments of the score_mod are
     wanted; an empty tensor stands for one that is not, and for those of absent and of integer tensors.
 
-    grad_out (B, Hq, Sq, D_v), grad_lse (B, Hq, Sq) or None; the rest as in `reference.attention`.
+    grad_out (B, Hq, Sq, D_v), grad_lse (B, Hq, Sq) or None; the rest as in `reference.attention`. With `p_dtype`, P, dS
+    and the output that delta is made of are rounded to it, as a kernel in that precision must.
 
     With P = softmax(S), Z what dropout multiplies P by, and R the scaled scores, of which S is a function:
     dV = (P Z)^T dO, dP = Z dO V^T, dS = P * (dP - delta + dLSE) with delta = rowsum(P * dP), dR = dS * S'(R),
@@ -83,12 +85,18 @@ def backward(
     """
     sums = _Sums(q, k, v, extras, needs)
     for part in parts(problem, extras):
-        _add_part(sums, part, grad_out, grad_lse)
+        _add_part(sums, part, grad_out, grad_lse, p_dtype)
     return sums.result()
 
 
-def _add_part(sums: _Sums, part: Part, grad_out: torch.Tensor, grad_lse: torch.Tensor | None) -> None:
+def _add_part(
+    sums: _Sums, part: Part, grad_out: torch.Tensor, grad_lse: torch.Tensor | None, p_dtype: torch.dtype | None
+) -> None:
     problem, dtype = part.problem, sums.dtype
+
+    def narrow(t: torch.Tensor) -> torch.Tensor:
+        return t if p_dtype is None else t.to(p_dtype).to(dtype)
+
     q, k, v = sums.inputs
     scoring = Scoring(part, dtype, q.device)
     queries, dq, g = (t[:, :, part.q_rows] for t in (q, sums.q, grad_out))
@@ -108,10 +116,13 @@ def _add_part(sums: _Sums, part: Part, grad_out: torch.Tensor, grad_lse: torch.T
         weights = p if kept is None else p * kept
 
         g_grouped = grouped(g_chunk, problem)
-        dv += torch.einsum("bhgqk,bhgqd->bhkd", grouped(weights, problem), g_grouped)
+        dv += torch.einsum("bhgqk,bhgqd->bhkd", grouped(narrow(weights), problem), g_grouped)
         dp = torch.einsum("bhgqd,bhkd->bhgqk", g_grouped, values).flatten(1, 2)
         dp = torch.where(weights == 0, 0.0, dp if kept is None else dp * kept)
         shift = -(p * dp).sum(-1)
+        if p_dtype is not None:
+            finite = grouped(narrow(weights), problem), torch.where(torch.isfinite(values), values, 0.0)
+            shift = -(g_chunk * narrow(torch.einsum("bhgqk,bhkd->bhgqd", *finite).flatten(1, 2))).sum(-1)
         if grad_lse is not None:
             shift = shift + grad_lse[:, :, part.q_rows][:, :, rows].to(dtype)
         ds = torch.where(p == 0, 0.0, p * (dp + shift[..., None]))
@@ -125,7 +136,7 @@ def _add_part(sums: _Sums, part: Part, grad_out: torch.Tensor, grad_lse: torch.T
         if sums.slopes is not None:
             _add_per_head(sums.slopes, -(ds * scoring.distance(at)).sum((-2, -1)), part)
         draw = ds * (1.0 - (capped / problem.softcap) ** 2) if problem.softcap else ds
-        draw = grouped(draw * problem.scale, problem)
+        draw = grouped(narrow(draw) * problem.scale, problem)
         dq[:, :, rows] = torch.einsum("bhgqk,bhkd->bhgqd", draw, clean_keys).flatten(1, 2)
         dk += torch.einsum("bhgqk,bhgqd->bhkd", draw, grouped(q_chunk.nan_to_num(0.0, 0.0, 0.0), problem))
 

@@ -3,6 +3,7 @@
 Used by the tests, the benchmarks, `lazymax verify` and verification mode, and meant for users' own kernels too.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -132,3 +133,41 @@ def check_attention(
     if lse is not None:
         budgets.append(within_budget(lse[..., None], exact_lse[..., None], low_lse[..., None], eps=2e-6, what="lse"))
     return budgets
+
+
+def check_gradients(
+    grads: Sequence[torch.Tensor],
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    problem: Problem,
+    extras: Extras = NO_EXTRAS,
+    needs: Sequence[bool] = (False, False, False, False),
+) -> list[Budget]:
+    """Compare gradients [dq, dk, dv, dmask, dslopes, dsinks, *dscore_args] with the float64 reference of the same
+    problem, within the error budget; those that `needs` says are not wanted are not looked at. The low-precision twin
+    computes in float32, with P, dS, the output and the results rounded to the dtype of q, whose eps counts."""
+    double = widened(extras)
+    wide = (q.double(), k.double(), v.double())
+    exact = reference.backward(grad_out, grad_lse, *wide, problem, double, needs)
+    low = reference.backward(grad_out, grad_lse, q, k, v, problem, extras, needs, p_dtype=q.dtype)
+    names = ("dq", "dk", "dv", "dmask", "dslopes", "dsinks", *(f"dscore_args[{i}]" for i in range(len(grads) - 6)))
+    found = []
+    for what, x, x64, lowered in zip(names, grads, exact, low, strict=True):
+        if x64.numel():  # one number for each head is a row: alone, it would sample its rounding badly
+            x, x64, lowered = (t[None] if t.dim() == 1 else t for t in (x, x64, lowered))
+            found.append(within_budget(x, x64, lowered.clone(), eps=max(EPS[x.dtype], EPS[q.dtype]), what=what))
+    return found
+
+
+def widened(extras: Extras) -> Extras:
+    """With every floating tensor in float64, in which the reference then returns its gradient."""
+
+    def wide(t: torch.Tensor | None) -> torch.Tensor | None:
+        return t.double() if t is not None and t.is_floating_point() else t
+
+    args = tuple(t.double() if t.is_floating_point() else t for t in extras.score_args)
+    mask, slopes, sinks = wide(extras.mask), wide(extras.alibi_slopes), wide(extras.sinks)
+    return extras._replace(mask=mask, alibi_slopes=slopes, sinks=sinks, score_args=args)

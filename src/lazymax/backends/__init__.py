@@ -19,6 +19,7 @@ from ..problem import Problem
 
 if TYPE_CHECKING:
     from ..dispatch import Plan
+    from ..dispatch_backward import BackwardPlan
 
 HALF = ("float16", "bfloat16")
 USUAL_HEAD_DIM = 256  # larger ones are for rows that say so: the tiles of the others would not fit
@@ -115,9 +116,7 @@ class Tile:
 
     def outdated(self, arch: Arch) -> str | None:
         """Why the Triton at hand cannot build the row, or None."""
-        if self.since and release(arch.triton or "0") < self.since:
-            return f"for Triton {'.'.join(map(str, self.since))} and newer, this is {arch.triton or 'none'}"
-        return None
+        return outdated_on(self.since, arch)
 
     def refusal(self, problem: Problem, arch: Arch) -> str | None:
         """Why this row cannot take the problem on this GPU, or None."""
@@ -134,6 +133,78 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Half:
+    """How one of the two main kernels of the backward is built."""
+
+    block_m: int  # query rows of a tile
+    block_n: int  # keys of a tile
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = None
+    reload: bool = False  # of dK and dV: K and V come anew for each tile of queries instead of staying in registers
+
+    @property
+    def name(self) -> str:
+        more = f"-r{self.max_registers}" if self.max_registers else ""
+        more += "-reload" if self.reload else ""
+        return f"{self.block_m}x{self.block_n}-w{self.num_warps}-s{self.num_stages}{more}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardTile:
+    """One row of a table for the backward. The portable kernels; a backend with kernels of its own derives from it."""
+
+    keys: Half  # of dK and dV: block_n keys of a program
+    queries: Half  # of dQ: block_m queries of a program
+    descriptors: bool = False  # q, k, v and the gradient of the output through tensor descriptors (TMA)
+    deterministic: bool = True  # the same bits from run to run
+    since: tuple[int, ...] = ()
+    when: When = field(default_factory=When)
+    tuned: bool = False
+    reason: str
+    provenance: str
+
+    @property
+    def name(self) -> str:
+        return f"dkdv-{self.keys.name}-dq-{self.queries.name}-{'tma' if self.descriptors else 'ptr'}"
+
+    def describe(self) -> str:
+        """One line for `explain`."""
+        halves = (
+            f"{what} {half.block_m} queries x {half.block_n} keys, {half.num_warps} warps, {half.num_stages} stages"
+            for what, half in (("dK and dV", self.keys), ("dQ", self.queries))
+        )
+        return f"{'; '.join(halves)}; loads by {'descriptor' if self.descriptors else 'pointer'}"
+
+    def prepare(self, problem: Problem, plan: "BackwardPlan") -> Any:
+        """The kernels of this row, ready to be called: see `kernels.backward_launch`. Imports Triton."""
+        from ..kernels.backward_launch import BackwardLaunch
+
+        return BackwardLaunch.prepare(problem, plan)
+
+    def refusal(self, problem: Problem, arch: Arch) -> str | None:
+        """Why this row cannot take the problem on this GPU, or None."""
+        if outdated := outdated_on(self.since, arch):
+            return outdated
+        if problem.deterministic and not self.deterministic:
+            return "adds up in the order in which programs finish, and the same bits were asked for"
+        if self.descriptors and not arch.descriptors:
+            return f"needs tensor descriptors, {arch.id} has none"
+        if self.descriptors and problem.descriptor_refusal:
+            return f"needs tensor descriptors: {problem.descriptor_refusal}"
+        programs = problem.slots(self.keys.block_n, of_keys=True) * problem.kv_heads
+        programs *= 1 if problem.packed else problem.batch
+        return self.when.refusal(problem, arch, self.queries.block_m, programs)
+
+
+def outdated_on(since: tuple[int, ...], arch: Arch) -> str | None:
+    """Why the Triton at hand cannot build a row, or None."""
+    if since and release(arch.triton or "0") < since:
+        return f"for Triton {'.'.join(map(str, since))} and newer, this is {arch.triton or 'none'}"
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
     """A GPU family's table. `archs` empty: any GPU."""
 
@@ -142,6 +213,9 @@ class Backend:
     forward: tuple[Tile, ...]
     levels: tuple[tuple[str, str], ...] = ()  # of archs on which it was proved further: (id, level)
     alternatives: tuple[Tile, ...] = ()  # rows that only a sweep on the GPU can judge: `lazymax bench --rows all`
+    backward: tuple[BackwardTile, ...] = ()  # empty: the portable backend's rows serve
+    backward_level: str = "interpreted and compiled, not run on a GPU"
+    backward_alternatives: tuple[BackwardTile, ...] = ()
     automatic: bool = True  # taken by impl="auto"; else only by name
 
     def serves(self, arch: Arch) -> bool:

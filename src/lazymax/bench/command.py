@@ -16,9 +16,10 @@ from .check import OK
 from .clock import clock_for
 from .features import command as calls_command
 from .features.cases import SUITES as CALL_SUITES
+from .gradients import measure_backward
 from .host import About, about
 from .measure import MORE, Overhead, Row, measure, overhead
-from .peers import PEERS, Make, candidates, ours
+from .peers import LAZYMAX, PEERS, Make, candidates, ours
 from .report import case_table, fastest_row, header, overhead_table, plot_fault, summary, to_json, write_csv, write_plot
 from .rows import ALL, BEST, PORTABLE
 
@@ -61,6 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--graphs", action="store_true",
         help="replays of CUDA graphs instead of eager calls: the kernels without the host",
     )  # fmt: skip
+    parser.add_argument(
+        "--backward", action="store_true",
+        help="the gradients of q, k and v instead of the output, from a graph that is kept; memory: of forward and "
+        "backward together",
+    )  # fmt: skip
     parser.add_argument("--overhead", action="store_true", help="host time of an eager call instead; no shapes")
     parser.add_argument("--device", help="cuda or cuda:N; cpu must be asked for, and only tests this tool")
     parser.add_argument("--commit", help="to write into the files; default: git's")
@@ -92,6 +98,7 @@ def run(options: argparse.Namespace) -> int:
         _check_rows(options)
         dtypes, device = parse_dtypes(options.dtype), parse_device(options.device)
         _check_graphs(options, device)
+        _check_backward(options)
         wanted = calls_command.calls_of(options, device)
         cases = [] if wanted else cases_of(options)
         against = DEFAULT_PEERS if options.against is None else options.against
@@ -132,6 +139,14 @@ def _check_graphs(options: argparse.Namespace, device: torch.device) -> None:
         raise ValueError(f"--graphs: got {others[0]}; it goes with --shape and suites of shapes, on a GPU")
 
 
+def _check_backward(options: argparse.Namespace) -> None:
+    others = _other_work(options) + ["--graphs"] * options.graphs + [f"--rows {options.rows}"] * bool(options.rows)
+    if options.backward and others:
+        raise ValueError(f"--backward: got {others[0]}; it goes with --shape and suites of shapes alone")
+    if options.backward and f"{LAZYMAX}:graph" in (options.against or ""):
+        raise ValueError(f"--backward: got --against {LAZYMAX}:graph, whose output has no gradient")
+
+
 def _check_plans(cases: Sequence[Case], dtypes: Sequence[torch.dtype], device: torch.device, impl: str) -> None:
     """Find shapes that make no sense, and a named impl that cannot take one, before anything is timed."""
     for case in cases:
@@ -170,7 +185,7 @@ def _run(
     rows: list[Row] = []
     work = [(case, dtype) for dtype in dtypes for case in cases]
     for case, dtype in progress(work, "bench", len(work)):
-        found = measure(
+        found = (measure_backward if options.backward else measure)(
             case, dtype, peers, clock, impl=options.impl, rows=options.rows or BEST, rounds=options.rounds,
             window_ms=options.window_ms, matmul_tflops=facts.matmul_tflops[str(dtype).removeprefix("torch.")],
         )  # fmt: skip

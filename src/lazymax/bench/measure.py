@@ -1,9 +1,10 @@
 """One case after the other: inputs, check, memory, time."""
 
 import statistics
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, Protocol
 
 import torch
 
@@ -41,8 +42,8 @@ class Row:
     plan: str  # the route, backend and tile that ran, of lazymax and its rows
     status: str
     reason: str  # why wrong or left out
-    flops: float  # of visible pairs
-    bytes: float  # q, k, v and the output, once each
+    flops: float  # of visible pairs; of a backward 2.5 times as many
+    bytes: float  # q, k, v and the output, once each; of a backward their gradients too
     intensity: float  # flops per byte
     error: float | None = None  # relative Frobenius error
     ms: float | None = None  # median over the rounds
@@ -51,7 +52,7 @@ class Row:
     tflops: float | None = None
     matmul_share: float | None = None  # of the matmul measured in the same run
     lazymax_speed: float | None = None  # how many times faster lazymax was, median of the ratios within each round
-    extra_mib: float | None = None  # peak memory beyond inputs, output and LSE
+    extra_mib: float | None = None  # peak memory beyond inputs, results and LSE; of a backward, with its forward
 
 
 def measure(
@@ -65,13 +66,17 @@ def measure(
     rounds: int = 5,
     window_ms: float = 100.0,
     matmul_tflops: float | None = None,
+    check: "Check | None" = None,
+    work: tuple[float, float] = (1.0, 1.0),
 ) -> list[Row]:
     """Check and time every candidate on one case; a row each: lazymax, its other rows as far as they are wanted, then
-    the candidates in their order."""
-    problem, examined, plans = checked(case, dtype, candidates, clock, impl=impl, rows=rows)
+    the candidates in their order. check: instead of `checked`; work: what it times, beside the problem's flops and
+    bytes."""
+    problem, examined, plans = (check or checked)(case, dtype, candidates, clock, impl=impl, rows=rows)
     times = rounds_of(examined.ready, clock, rounds, window_ms)
     return [
-        _row(case, problem, name, plans.get(name, ""), examined, times, matmul_tflops) for name in examined.verdicts
+        _row(case, problem, name, plans.get(name, ""), examined, times, matmul_tflops, work)
+        for name in examined.verdicts
     ]
 
 
@@ -102,8 +107,19 @@ class Examined:
     memory: dict[str, float | None] = field(default_factory=dict)
 
 
+Check = Callable[..., tuple[Problem, Examined, dict[str, str]]]
+
+
+class Judge(Protocol):
+    """`check.Oracle`, or that of the gradients."""
+
+    problem: Problem
+
+    def judge(self, result: Any, budget: bool) -> Verdict: ...
+
+
 def examine(
-    makes: Mapping[str, Callable[[], Ready]], oracle: Oracle, clock: Clock, strict: Collection[str] = (LAZYMAX,)
+    makes: Mapping[str, Callable[[], Ready]], oracle: Judge, clock: Clock, strict: Collection[str] = (LAZYMAX,)
 ) -> Examined:
     """Run everybody once and judge the results, and those of their graphs if these are what is timed; `strict`: who
     has to stay in the float64 error budget."""
@@ -134,12 +150,12 @@ def examine(
     return found
 
 
-def _once(candidate: Ready, clock: Clock) -> torch.Tensor:
+def _once(candidate: Ready, clock: Clock, whole: bool = False) -> Any:
     """One call; its faults come out here."""
     with candidate.context():
-        out = candidate.run()
+        result = (candidate.whole if whole and candidate.whole else candidate.run)()
         clock.synchronize()
-    return out
+    return result
 
 
 def _row(
@@ -150,8 +166,10 @@ def _row(
     examined: Examined,
     times: Mapping[str, list[float]],
     ceiling: float | None,
+    work: tuple[float, float],
 ) -> Row:
-    moved, verdict = least_bytes(problem), examined.verdicts[name]
+    flops, moved = work[0] * problem.flops, work[1] * least_bytes(problem)
+    verdict = examined.verdicts[name]
     return Row(
         suite=case.suite,
         case=case.name,
@@ -162,12 +180,12 @@ def _row(
         plan=what,
         status=verdict.status,
         reason=verdict.why,
-        flops=problem.flops,
+        flops=flops,
         bytes=moved,
-        intensity=problem.flops / moved if moved else 0.0,
+        intensity=flops / moved if moved else 0.0,
         error=verdict.error,
         extra_mib=examined.memory.get(name),
-        **figures(name, times, problem.flops, ceiling),
+        **figures(name, times, flops, ceiling),
     )
 
 
@@ -203,15 +221,17 @@ def least_bytes(problem: Problem) -> float:
 
 
 def extra_memory(candidate: Ready, problem: Problem, clock: Clock) -> float | None:
-    """MiB allocated at the peak of a call beyond its output and one LSE; None on a CPU."""
+    """MiB allocated at the peak of a call beyond its results and one LSE; None on a CPU."""
     if clock.device.type != "cuda":
         return None
     torch.cuda.synchronize(clock.device)
     torch.cuda.reset_peak_memory_stats(clock.device)
     before = torch.cuda.memory_allocated(clock.device)
-    out = _once(candidate, clock)
+    results = _once(candidate, clock, whole=True)
+    kept = results if isinstance(results, Sequence) else (results,)
     lse = 4 * problem.q_heads * (problem.packed[0] if problem.packed else problem.batch * problem.q_len)
-    beyond = torch.cuda.max_memory_allocated(clock.device) - before - out.untyped_storage().nbytes() - lse
+    beyond: float = torch.cuda.max_memory_allocated(clock.device) - before - lse
+    beyond -= sum(t.untyped_storage().nbytes() for t in kept)
     return max(0.0, beyond / 2**20)
 
 

@@ -29,11 +29,13 @@ class LeftOut(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A candidate prepared for one problem. `run` is what is timed; `context` is entered once around many runs, so that
-    choosing torch's backend costs the peers no host time."""
+    """A candidate prepared for one problem. `run` is what is timed: it returns the output, or the gradients; `context`
+    is entered once around many runs, so that choosing torch's backend costs the peers no host time. `whole`: what
+    memory is measured of, if that is not a run."""
 
-    run: Callable[[], torch.Tensor]
+    run: Callable[[], Any]
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    whole: Callable[[], Any] | None = None
 
 
 Make = Callable[[Case, Problem, torch.Tensor, torch.Tensor, torch.Tensor], Ready]
@@ -80,7 +82,7 @@ def captured(candidate: Ready) -> Ready:
     with candidate.context(), torch.cuda.graph(graph):
         out = candidate.run()
 
-    def run() -> torch.Tensor:
+    def run() -> Any:
         graph.replay()
         return out
 

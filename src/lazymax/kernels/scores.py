@@ -11,6 +11,7 @@ import triton.language as tl
 from . import masking
 
 LOG2E = tl.constexpr(1.4426950408889634)
+FAR = tl.constexpr(-(2**30))  # a row before every key, in any band
 
 
 class Modifiers(NamedTuple):
@@ -59,8 +60,9 @@ class Place(NamedTuple):
 
 
 @triton.jit
-def mask_tile(modifiers, span, place, config):
-    """The mask at a tile's positions, (rows, cols), (rows, 1) or (1, cols): dimensions of stride 0 are read once."""
+def mask_tile(modifiers, span, place, config, TURNED: tl.constexpr = False):
+    """The mask at a tile's positions, (rows, cols), (rows, 1) or (1, cols): dimensions of stride 0 are read once.
+    TURNED, here and below: the other way round, see masking.py."""
     pointers = modifiers.mask + tl.cast(span.slab, tl.int64) * modifiers.mask_batch_stride
     pointers += tl.cast(place.head, tl.int64) * modifiers.mask_head_stride
     # From the tile's first row and column, so that 32 bits do for the offsets inside it, unless WIDE.
@@ -69,45 +71,51 @@ def mask_tile(modifiers, span, place, config):
         if config.WIDE:
             row = row.to(tl.int64)
         pointers += tl.cast(place.first_row, tl.int64) * modifiers.mask_row_stride
-        pointers = pointers + (row * modifiers.mask_row_stride)[:, None]
+        pointers = pointers + masking.of_rows(row * modifiers.mask_row_stride, TURNED)
     if config.MASK_COLS:
         col = place.cols - place.first_col
         if config.WIDE:
             col = col.to(tl.int64)
         pointers = pointers + tl.cast(place.first_col, tl.int64) * modifiers.mask_col_stride
-        pointers = pointers + (col * modifiers.mask_col_stride)[None, :]
+        pointers = pointers + masking.of_cols(col * modifiers.mask_col_stride, TURNED)
     if not config.MASK_ROWS and not config.MASK_COLS:
         pointers = pointers + tl.zeros([1, 1], tl.int32)
     return tl.load(pointers)
 
 
 @triton.jit
-def modify(s, modifiers, span, place, config):
+def distance(span, place, TURNED: tl.constexpr):
+    """From the diagonal, in keys, fp32."""
+    return tl.abs(masking.of_rows(place.rows + span.shift, TURNED) - masking.of_cols(place.cols, TURNED)).to(tl.float32)
+
+
+@triton.jit
+def modify(s, modifiers, span, place, config, TURNED: tl.constexpr = False):
     """Raw products -> final scores in natural units."""
     s = s * modifiers.scale
     if modifiers.softcap_inverse is not None:
         s = tanh(s * modifiers.softcap_inverse, config.LARGE_CAP) * modifiers.softcap
     if modifiers.slopes is not None:
         slope = tl.load(modifiers.slopes + span.batch * modifiers.slopes_batch_stride + place.head).to(tl.float32)
-        distance = tl.abs((place.rows + span.shift)[:, None] - place.cols[None, :])
-        s -= slope * distance.to(tl.float32)
+        s -= slope * distance(span, place, TURNED)
     if config.FLOAT_MASK:
-        s += mask_tile(modifiers, span, place, config).to(tl.float32)
+        s += mask_tile(modifiers, span, place, config, TURNED).to(tl.float32)
     if config.SCORE_MOD is not None:
-        s = config.SCORE_MOD(s, span.batch, place.head, place.rows[:, None], place.cols[None, :],
-                             *modifiers.score_args).to(tl.float32)
+        s = config.SCORE_MOD(s, span.batch, place.head, masking.of_rows(place.rows, TURNED),
+                             masking.of_cols(place.cols, TURNED), *modifiers.score_args).to(tl.float32)
     return s
 
 
 @triton.jit
-def allowed(modifiers, span, place, config):
+def allowed(modifiers, span, place, config, TURNED: tl.constexpr = False):
     """Which pairs bool mask and mask_mod keep, a tile that broadcasts to (rows, cols); only called if there is one."""
     if config.MASK_MOD is not None:
-        keep = config.MASK_MOD(span.batch, place.head, place.rows[:, None], place.cols[None, :], *modifiers.mask_args)
+        keep = config.MASK_MOD(span.batch, place.head, masking.of_rows(place.rows, TURNED),
+                               masking.of_cols(place.cols, TURNED), *modifiers.mask_args)
         if config.BOOL_MASK:
-            keep = keep & (mask_tile(modifiers, span, place, config) != 0)
+            keep = keep & (mask_tile(modifiers, span, place, config, TURNED) != 0)
     else:
-        keep = mask_tile(modifiers, span, place, config) != 0
+        keep = mask_tile(modifiers, span, place, config, TURNED) != 0
     return keep
 
 
@@ -122,19 +130,25 @@ def place_at(span, head, first_row, first_col, ROWS: tl.constexpr, COLS: tl.cons
 
 
 @triton.jit
-def settle(s, modifiers, span, head, first_row, first_col, config, EDGE: tl.constexpr, CHOOSE: tl.constexpr):
+def settle(s, modifiers, span, head, first_row, first_col, config, EDGE: tl.constexpr, CHOOSE: tl.constexpr,
+           TURNED: tl.constexpr = False):
     """Raw products of a tile -> the scores that the softmax takes, -inf where a key does not count. EDGE: the band or
     the length may cut through the tile; CHOOSE: bool mask and mask_mod may."""
+    ROWS: tl.constexpr = s.shape[1] if TURNED else s.shape[0]
+    COLS: tl.constexpr = s.shape[0] if TURNED else s.shape[1]
     if config.NEGATE:
         s = -s
     if config.MODIFIED or (config.CHOOSES and CHOOSE):
-        place = place_at(span, head, first_row, first_col, s.shape[0], s.shape[1], EDGE)
+        place = place_at(span, head, first_row, first_col, ROWS, COLS, EDGE)
         if config.MODIFIED:
-            s = modify(s, modifiers, span, place, config)
+            s = modify(s, modifiers, span, place, config, TURNED)
         if config.CHOOSES and CHOOSE:
-            s = tl.where(allowed(modifiers, span, place, config), s, float("-inf"))
+            s = tl.where(allowed(modifiers, span, place, config, TURNED), s, float("-inf"))
     if EDGE:
-        inside = masking.keep(first_row + tl.arange(0, s.shape[0]), first_col + tl.arange(0, s.shape[1]), span.kv_len,
-                              span.first_offset, span.last_offset, config.HAS_FIRST, config.HAS_LAST)
+        rows = first_row + tl.arange(0, ROWS)
+        if TURNED:  # rows outside have keys of their own here: a NaN there would reach the sums of a key
+            rows = tl.where(rows < span.q_len, rows, FAR)
+        inside = masking.keep(rows, first_col + tl.arange(0, COLS), span.kv_len,
+                              span.first_offset, span.last_offset, config.HAS_FIRST, config.HAS_LAST, TURNED)
         s = tl.where(inside, s, float("-inf"))
     return s

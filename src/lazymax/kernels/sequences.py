@@ -46,13 +46,10 @@ def find(slot, cu_seqlens_q, count, steps, total_q, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def locate(index, q_len, kv_len, first_offset, last_offset, lengths, BLOCK_M: tl.constexpr, BOTTOM_RIGHT: tl.constexpr):
-    """(span, query tile) of a program. index: (tile or slot, batch element). lengths: `Lengths`, whose fields are None
-    where all batch elements are alike; q_len and kv_len are the packed rows then, or the most keys."""
-    tile = index[0]
+def span_of(batch, q_len, kv_len, first_offset, last_offset, lengths, BOTTOM_RIGHT: tl.constexpr):
+    """The span of a batch element or packed sequence; arguments as in `locate`."""
     if lengths.cu_seqlens_q is not None:
         count = lengths.count
-        batch, tile = find(tile, lengths.cu_seqlens_q, count, lengths.steps, q_len, BLOCK_M)
         slab = 0 * batch
         q_row = offset_at(lengths.cu_seqlens_q, batch, count, q_len)
         k_row = offset_at(lengths.cu_seqlens_k, batch, count, kv_len)
@@ -60,7 +57,6 @@ def locate(index, q_len, kv_len, first_offset, last_offset, lengths, BLOCK_M: tl
         own_k = tl.maximum(offset_at(lengths.cu_seqlens_k, batch + 1, count, kv_len) - k_row, 0)
         own_k = tl.where(batch == count, 0, own_k)
     else:
-        batch = index[1]
         slab = batch
         q_row = 0
         k_row = 0
@@ -69,13 +65,44 @@ def locate(index, q_len, kv_len, first_offset, last_offset, lengths, BLOCK_M: tl
         if lengths.seqlens_k is not None:
             own_k = tl.minimum(tl.maximum(tl.load(lengths.seqlens_k + batch), 0), kv_len).to(tl.int32)
     shift = own_k - own_q
-    own_k = tl.where(tile * BLOCK_M < own_q, own_k, 0)  # a slot too many: no keys, and no rows to store
     if not BOTTOM_RIGHT:
         shift = 0 * shift
     elif lengths.cu_seqlens_q is not None or lengths.seqlens_k is not None:  # else the host has added it
         first_offset += shift
         last_offset += shift
-    return Span(batch, slab, q_row, k_row, own_q, own_k, first_offset, last_offset, shift), tile
+    return Span(batch, slab, q_row, k_row, own_q, own_k, first_offset, last_offset, shift)
+
+
+@triton.jit
+def locate(index, q_len, kv_len, first_offset, last_offset, lengths, BLOCK_M: tl.constexpr, BOTTOM_RIGHT: tl.constexpr):
+    """(span, query tile) of a program. index: (tile or slot, batch element). lengths: `Lengths`, whose fields are None
+    where all batch elements are alike; q_len and kv_len are the packed rows then, or the most keys."""
+    batch = index[1]
+    tile = index[0]
+    if lengths.cu_seqlens_q is not None:
+        batch, tile = find(tile, lengths.cu_seqlens_q, lengths.count, lengths.steps, q_len, BLOCK_M)
+    of = span_of(batch, q_len, kv_len, first_offset, last_offset, lengths, BOTTOM_RIGHT)
+    own_k = tl.where(tile * BLOCK_M < of.q_len, of.kv_len, 0)  # a slot too many: no keys, and no rows to store
+    return Span(of.batch, of.slab, of.q_row, of.k_row, of.q_len, own_k, of.first_offset, of.last_offset, of.shift), tile
+
+
+@triton.jit
+def locate_keys(index, q_len, kv_len, first_offset, last_offset, lengths, BLOCK_N: tl.constexpr,
+                BOTTOM_RIGHT: tl.constexpr):
+    """(span, key tile, end) of a program that works on keys. end: how many keys from the span's first it may write, as
+    many as the tensors have: those behind a length and behind the last packed sequence too. It has no queries where its
+    tile has no keys that count."""
+    batch = index[1]
+    tile = index[0]
+    if lengths.cu_seqlens_q is not None:
+        batch, tile = find(tile, lengths.cu_seqlens_k, lengths.count, lengths.steps, kv_len, BLOCK_N)
+    of = span_of(batch, q_len, kv_len, first_offset, last_offset, lengths, BOTTOM_RIGHT)
+    end = kv_len
+    if lengths.cu_seqlens_q is not None:
+        end = tl.maximum(offset_at(lengths.cu_seqlens_k, batch + 1, lengths.count, kv_len) - of.k_row, 0)
+    own_q = tl.where(tile * BLOCK_N < of.kv_len, of.q_len, 0)
+    of = Span(of.batch, of.slab, of.q_row, of.k_row, own_q, of.kv_len, of.first_offset, of.last_offset, of.shift)
+    return of, tile, end
 
 
 class Lengths(NamedTuple):

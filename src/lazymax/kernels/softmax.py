@@ -76,6 +76,33 @@ def step(s, m, l, acc, scale_log2, threshold, BRANCH: tl.constexpr, EXACT: tl.co
 
 
 @triton.jit
+def recompute(s, pivot, rest, scale_log2, EXACT: tl.constexpr):
+    """The probabilities of raw scores for the backward, from what is known of their rows (broadcast to the tile).
+
+    Fused: rest is the LSE in log2 units, one multiply-add per score. Exact: also right where the LSE has no room for
+    the logarithm of a sum, as beside rows of the lowest number: pivot is the row's largest raw score, rest the log2 of
+    the sum against it.
+    """
+    if EXACT:
+        x = (s - pivot) * scale_log2 - rest
+    else:
+        x = s * scale_log2 - rest
+    return tl.exp2(x)
+
+
+@triton.jit
+def rest_of(m, l, scale_log2, sink):
+    """log2 of the sum of a row's probabilities against its pivot m, a sink's included (None without); inf for a row
+    without keys."""
+    rest = tl.log2(tl.where(l == 0.0, 1.0, l))
+    if sink is not None:
+        more = tl.minimum((sink - natural(m, scale_log2)) / LN2, 1e30)  # finite: inf - inf is NaN
+        top = tl.maximum(more, 0.0)
+        rest = top + tl.log2(l * tl.exp2(-top) + tl.exp2(more - top))
+    return tl.where(l == 0.0, float("inf"), rest)
+
+
+@triton.jit
 def natural(m, scale_log2):
     """The pivot in natural units. In this order a scale of 0 (2**-126) does not underflow, and the lowest number with a
     scale of log2(e) stays finite."""

@@ -10,11 +10,12 @@ main loop. Floor: 43.51 TFLOP/s times the products' share of it. Latency, caches
 from dataclasses import replace
 from typing import Any
 
-from .. import HALF, Backend, Tile, When
+from .. import HALF, Backend, BackwardTile, Half, Tile, When
 from .rows import SinglewaveTile, WmmaTile
 
 EMULATED = "emulated, not run on hardware"
 PRICED = "emulated and priced 2026-11-29 with Triton 3.6.0 and 3.9.0"
+COMPILED = "compiled only, not run; 2026-11-30, Triton 3.6.0 and 3.9.0"
 EXECUTED = "executed in the emulator at one shape, 2026-11-29, Triton 3.6.0 and 3.9.0; not searched further"
 
 FP16, BF16 = ("float16",), ("bfloat16",)
@@ -106,6 +107,32 @@ BACKEND = Backend(
         Tile(
             block_m=16, block_n=16, num_warps=4, num_stages=1,
             reason="fp32 at head dim 256: 585 spills on Triton 3.6, not searched further", provenance=EXECUTED,
+        ),
+    ),
+    backward=(
+        BackwardTile(
+            keys=Half(block_m=16, block_n=64, num_warps=8, num_stages=1),
+            queries=Half(block_m=64, block_n=32, num_warps=4, num_stages=1), when=When(max_head_dim=64, dtypes=HALF),
+            reason="no spills; on half the waves dK and dV spill 32 registers",
+            provenance=COMPILED,
+        ),
+        BackwardTile(
+            keys=Half(block_m=16, block_n=32, num_warps=8, num_stages=1, reload=True),
+            queries=Half(block_m=32, block_n=16, num_warps=8, num_stages=1), when=When(max_head_dim=128, dtypes=HALF),
+            reason="K and V of 32 keys in registers beside dK and dV spill 195",
+            provenance=COMPILED,
+        ),
+        BackwardTile(
+            keys=Half(block_m=16, block_n=16, num_warps=8, num_stages=1, reload=True),
+            queries=Half(block_m=32, block_n=16, num_warps=8, num_stages=1), when=When(dtypes=HALF),
+            reason="head dim 256: the least of what spills",
+            provenance=COMPILED,
+        ),
+        BackwardTile(
+            keys=Half(block_m=16, block_n=16, num_warps=4, num_stages=1),
+            queries=Half(block_m=16, block_n=16, num_warps=4, num_stages=1),
+            reason="fp32 products run on the vector unit, operands in registers",
+            provenance=COMPILED,
         ),
     ),
 )  # fmt: skip

@@ -3,7 +3,7 @@
 Q, K and V take half the registers that they take on RDNA3, so blocks are twice as wide.
 """
 
-from .. import HALF, Backend, Tile, When
+from .. import HALF, Backend, BackwardTile, Half, Tile, When
 
 COMPILED = "compiled only, not run; 2026-11-29, Triton 3.6.0 and 3.9.0"
 
@@ -31,6 +31,32 @@ BACKEND = Backend(
         Tile(
             block_m=16, block_n=16, num_warps=4, num_stages=1,
             reason="the same as gfx1100 because the vector unit and its 256 registers are", provenance=COMPILED,
+        ),
+    ),
+    backward=(
+        BackwardTile(
+            keys=Half(block_m=16, block_n=64, num_warps=8, num_stages=1),
+            queries=Half(block_m=64, block_n=32, num_warps=4, num_stages=1), when=When(max_head_dim=64, dtypes=HALF),
+            reason="no spills; on half the waves dK and dV spill 32 registers",
+            provenance=COMPILED,
+        ),
+        BackwardTile(
+            keys=Half(block_m=16, block_n=32, num_warps=8, num_stages=1, reload=True),
+            queries=Half(block_m=32, block_n=16, num_warps=8, num_stages=1), when=When(max_head_dim=128, dtypes=HALF),
+            reason="K and V of 32 keys in registers beside dK and dV spill 195",
+            provenance=COMPILED,
+        ),
+        BackwardTile(
+            keys=Half(block_m=16, block_n=16, num_warps=8, num_stages=1, reload=True),
+            queries=Half(block_m=32, block_n=16, num_warps=8, num_stages=1), when=When(dtypes=HALF),
+            reason="head dim 256: the least of what spills",
+            provenance=COMPILED,
+        ),
+        BackwardTile(
+            keys=Half(block_m=16, block_n=16, num_warps=4, num_stages=1),
+            queries=Half(block_m=16, block_n=16, num_warps=4, num_stages=1),
+            reason="fp32 products run on the vector unit, operands in registers",
+            provenance=COMPILED,
         ),
     ),
 )  # fmt: skip

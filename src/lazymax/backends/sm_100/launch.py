@@ -9,9 +9,9 @@ import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...extras import NO_EXTRAS, Extras
-from ...kernels.launch import constant, positive_scale, start, view_strides
+from ...kernels.launch import constant, positive_scale, rebased, start, view_strides
 from ...kernels.memory import View
-from ...kernels.tma import describe, multiprocessors, rebased
+from ...kernels.tma import describe, multiprocessors
 from ...problem import Problem
 from .kernels.forward import Config, attention_forward
 from .rows import BlackwellTile

@@ -1,7 +1,7 @@
 """Rows for B200, GB200 (sm_100) and B300, GB300 (sm_103): tcgen05, TMA, 227 KB of shared memory. docs/notes/sm_100.md
 has the rungs and what each does."""
 
-from .. import HALF, Backend, Tile, When
+from .. import HALF, Backend, BackwardTile, Half, Tile, When
 from .rows import BlackwellTile
 
 SEARCHED = "compiled only, not run; searched 2026-11-29 with Triton 3.6.0 and 3.9.0: 0 spills"
@@ -90,6 +90,45 @@ BACKEND = Backend(
         Tile(
             block_m=32, block_n=16, num_warps=8, num_stages=1,
             reason="the same as sm_80: fp32 at head dim 256, its 50 KB fit here too", provenance=COMPILED,
+        ),
+    ),
+    backward=(
+        BackwardTile(
+            keys=Half(block_m=64, block_n=128, num_warps=8, num_stages=2),
+            queries=Half(block_m=128, block_n=64, num_warps=8, num_stages=2), descriptors=True,
+            when=When(max_head_dim=128, dtypes=HALF),
+            reason="the sums lie in tensor memory: 183 and 127 registers, no spills, two stages in 165 and 149 KB",
+            provenance=COMPILED,
+        ),
+        BackwardTile(
+            keys=Half(block_m=64, block_n=64, num_warps=4, num_stages=1),
+            queries=Half(block_m=64, block_n=64, num_warps=4, num_stages=1), when=When(max_head_dim=128, dtypes=HALF),
+            reason="strides that no tensor descriptor can express",
+            provenance=COMPILED,
+        ),
+        BackwardTile(
+            keys=Half(block_m=64, block_n=64, num_warps=8, num_stages=1),
+            queries=Half(block_m=64, block_n=64, num_warps=8, num_stages=1), descriptors=True, when=When(dtypes=HALF),
+            reason="head dim 256: no spills, 131 KB",
+            provenance=COMPILED,
+        ),
+        BackwardTile(
+            keys=Half(block_m=32, block_n=32, num_warps=4, num_stages=1),
+            queries=Half(block_m=32, block_n=32, num_warps=4, num_stages=1), when=When(dtypes=HALF),
+            reason="head dim 256 by pointers, on mma: 16 bytes spilled",
+            provenance=COMPILED,
+        ),
+        BackwardTile(
+            keys=Half(block_m=16, block_n=16, num_warps=4, num_stages=1),
+            queries=Half(block_m=32, block_n=16, num_warps=8, num_stages=1), when=When(max_head_dim=128),
+            reason="fp32 products run on the vector unit, operands in registers",
+            provenance=COMPILED,
+        ),
+        BackwardTile(
+            keys=Half(block_m=16, block_n=16, num_warps=8, num_stages=1),
+            queries=Half(block_m=16, block_n=16, num_warps=8, num_stages=1),
+            reason="fp32 at head dim 256: dQ spills 280 bytes",
+            provenance=COMPILED,
         ),
     ),
 )  # fmt: skip

@@ -3,7 +3,7 @@
 Newer than sm_100 and unlike it: no tcgen05, no tensor memory, less than half of its shared memory.
 """
 
-from .. import HALF, Backend, Tile, When
+from .. import HALF, Backend, BackwardTile, Half, Tile, When
 
 COMPILED = "compiled only, not run; 2026-11-29, Triton 3.6.0 and 3.9.0"
 
@@ -33,6 +33,38 @@ BACKEND = Backend(
         Tile(
             block_m=32, block_n=16, num_warps=8, num_stages=1,
             reason="the same as sm_80: fp32 at head dim 256, its 50 KB fit here too", provenance=COMPILED,
+        ),
+    ),
+    backward=(
+        BackwardTile(
+            keys=Half(block_m=32, block_n=64, num_warps=4, num_stages=2),
+            queries=Half(block_m=64, block_n=32, num_warps=4, num_stages=2), when=When(max_head_dim=64, dtypes=HALF),
+            reason="the same as sm_89 because the instruction (mma) and the budget (99 KB) are the same",
+            provenance=COMPILED,
+        ),
+        BackwardTile(
+            keys=Half(block_m=64, block_n=64, num_warps=8, num_stages=2),
+            queries=Half(block_m=64, block_n=64, num_warps=8, num_stages=2), when=When(max_head_dim=128, dtypes=HALF),
+            reason="the same as sm_89 because the instruction (mma) and the budget (99 KB) are the same",
+            provenance=COMPILED,
+        ),
+        BackwardTile(
+            keys=Half(block_m=32, block_n=32, num_warps=8, num_stages=1),
+            queries=Half(block_m=32, block_n=32, num_warps=8, num_stages=1), when=When(dtypes=HALF),
+            reason="the same as sm_89 because the instruction (mma) and the budget (99 KB) are the same",
+            provenance=COMPILED,
+        ),
+        BackwardTile(
+            keys=Half(block_m=16, block_n=16, num_warps=4, num_stages=1),
+            queries=Half(block_m=32, block_n=16, num_warps=8, num_stages=1), when=When(max_head_dim=128),
+            reason="fp32 products run on the vector unit, operands in registers",
+            provenance=COMPILED,
+        ),
+        BackwardTile(
+            keys=Half(block_m=16, block_n=16, num_warps=8, num_stages=1),
+            queries=Half(block_m=16, block_n=16, num_warps=8, num_stages=1),
+            reason="fp32 at head dim 256: dQ spills 280 bytes",
+            provenance=COMPILED,
         ),
     ),
 )  # fmt: skip

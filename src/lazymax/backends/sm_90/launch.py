@@ -11,9 +11,20 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...compat.tritons import release
 from ...extras import NO_EXTRAS, Extras
-from ...kernels.launch import LOG2E, constant, lengths_of, per_head, pieces, positive_scale, run, start, view_strides
+from ...kernels.launch import (
+    LOG2E,
+    constant,
+    lengths_of,
+    per_head,
+    pieces,
+    positive_scale,
+    rebased,
+    run,
+    start,
+    view_strides,
+)
 from ...kernels.memory import View
-from ...kernels.tma import describe, described, multiprocessors, rebased
+from ...kernels.tma import describe, described, multiprocessors
 from ...problem import Problem, default_threshold
 from .kernels.forward import Config, Modifiers, attention_forward
 from .kernels.layouts import out_width, query_box, width

@@ -1,6 +1,8 @@
 """Hopper (H100, H200): the portable kernel's rows, chosen on an H200. The ledger is docs/notes/sm_90.md."""
 
-from .. import HALF, LARGEST_HEAD_DIM, Backend, Tile, When
+from typing import Any
+
+from .. import HALF, LARGEST_HEAD_DIM, Backend, BackwardTile, Half, Tile, When
 from .rows import HopperTile
 
 MEASURED = "H200, 2026-11-29, torch 2.11.0, Triton 3.6.0"
@@ -34,6 +36,89 @@ NARROW = HopperTile(
     reason="two consumers in turns: tiles of 192 rows waste more of short sequences, windows and few tiles",
     provenance=f"{NEXT_DAY}: best of 22 at S=1024; in turns 1.02 to 1.26 times as fast as without from S=1024 to 2048, "
     "B=1 H=16; 1.1 to 1.3 times as fast as the portable row, 0.88 times in a window of 128 keys",
+)  # fmt: skip
+
+COMPILED = "interpreted and compiled, not run; 2026-11-30, Triton 3.6.0 and 3.9.0"
+# 128 keys or queries of a program: 64 rows a warpgroup, so that P^T and dS^T (dS) stay in registers as operands.
+WIDE: dict[str, Any] = dict(
+    keys=Half(block_m=64, block_n=128, num_warps=8, num_stages=3),
+    queries=Half(block_m=128, block_n=64, num_warps=8, num_stages=3),
+)
+NARROW_BACKWARD: dict[str, Any] = dict(
+    keys=Half(block_m=64, block_n=64, num_warps=4, num_stages=2),
+    queries=Half(block_m=64, block_n=64, num_warps=4, num_stages=2),
+)
+BACKWARD = (
+    BackwardTile(
+        **WIDE,
+        descriptors=True,
+        when=When(max_head_dim=128, dtypes=HALF, min_programs=0.7),
+        reason="dK and dV of 128 keys, or dQ of 128 queries, in registers; two tiles under way beside the one at hand. "
+        "A prototype of these sizes ran at 0.76 to 0.86 of cuDNN (D = 128)",
+        provenance=COMPILED,
+    ),
+    BackwardTile(
+        **NARROW_BACKWARD,
+        descriptors=True,
+        when=When(max_head_dim=128, dtypes=HALF),
+        reason="too few key tiles of 128 to fill the GPU",
+        provenance=COMPILED,
+    ),
+    BackwardTile(
+        keys=Half(block_m=64, block_n=64, num_warps=8, num_stages=2),
+        queries=Half(block_m=64, block_n=64, num_warps=8, num_stages=2),
+        when=When(max_head_dim=128, dtypes=HALF),
+        reason="strides that descriptors cannot take; on 4 warps the addresses spill 64 and 200 bytes",
+        provenance=COMPILED,
+    ),
+    BackwardTile(
+        keys=Half(block_m=32, block_n=64, num_warps=8, num_stages=2),
+        queries=Half(block_m=64, block_n=64, num_warps=8, num_stages=2),
+        descriptors=True,
+        when=When(dtypes=HALF),
+        reason="head dim 256: dK and dV of 64 keys take 128 registers a thread; two stages in 131 and 198 KB",
+        provenance=COMPILED,
+    ),
+    BackwardTile(
+        keys=Half(block_m=32, block_n=64, num_warps=8, num_stages=1),
+        queries=Half(block_m=64, block_n=32, num_warps=8, num_stages=1),
+        when=When(dtypes=HALF),
+        reason="large heads without descriptors",
+        provenance=COMPILED,
+    ),
+    BackwardTile(
+        keys=Half(block_m=16, block_n=32, num_warps=4, num_stages=1),
+        queries=Half(block_m=32, block_n=16, num_warps=4, num_stages=1),
+        when=When(max_head_dim=64),
+        reason="fp32: full-precision products run on the vector unit, registers limit the tile",
+        provenance=COMPILED,
+    ),
+    BackwardTile(
+        keys=Half(block_m=16, block_n=16, num_warps=4, num_stages=1),
+        queries=Half(block_m=32, block_n=16, num_warps=8, num_stages=1),
+        when=When(max_head_dim=128),
+        reason="fp32, as above: no spills",
+        provenance=COMPILED,
+    ),
+    BackwardTile(
+        keys=Half(block_m=16, block_n=16, num_warps=8, num_stages=1),
+        queries=Half(block_m=16, block_n=16, num_warps=8, num_stages=1),
+        reason="fp32, as above: dQ spills 280 bytes",
+        provenance=COMPILED,
+    ),
+)
+BACKWARD_ALTERNATIVES = (
+    BackwardTile(
+        keys=Half(block_m=64, block_n=128, num_warps=8, num_stages=2),
+        queries=Half(block_m=128, block_n=64, num_warps=8, num_stages=2), descriptors=True,
+        when=When(max_head_dim=128, dtypes=HALF), reason="one tile under way", provenance=COMPILED,
+    ),
+    BackwardTile(
+        keys=Half(block_m=64, block_n=64, num_warps=4, num_stages=3),
+        queries=Half(block_m=64, block_n=64, num_warps=4, num_stages=3), descriptors=True,
+        when=When(max_head_dim=64, dtypes=HALF), reason="small heads: three programs of 4 warps an SM",
+        provenance=COMPILED,
+    ),
 )  # fmt: skip
 
 BACKEND = Backend(
@@ -148,4 +233,6 @@ BACKEND = Backend(
             reason="fp32, as above", provenance=f"{MEASURED}: best of 9 at D=256",
         ),
     ),
+    backward=BACKWARD,
+    backward_alternatives=BACKWARD_ALTERNATIVES,
 )  # fmt: skip

@@ -1,0 +1,336 @@
+"""The portable backward: kernels for every GPU that Triton compiles for, without atomics, so that the same call gives
+the same bits.
+
+`gradients.prepare` makes statistics of the rows. `attention_backward_queries` computes dQ: a program has BLOCK_M
+queries and walks the key blocks that they see. `attention_backward_keys` computes dK and dV: a program has BLOCK_N
+keys, walks the query tiles that see them, for every query head of the group, and holds its tiles turned (keys along the
+first dimension), so that P^T and dS^T go from registers into the next product. Both recompute P.
+
+As in the forward, the loops do not care for what is rare: a NaN or inf that hides under a weight of 0, and scores so
+large that the fused exponent is off. Both leave NaN or inf in the sums, and the tile is computed again, carefully.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from . import bounds, gradients, memory, products, scores, sequences, softmax
+
+GUARD_M = tl.constexpr(16)
+GUARD_N = tl.constexpr(16)
+
+
+class Config(NamedTuple):
+    """What one build of the kernels is specialised for, as `forward.Config`."""
+
+    BLOCK_M: Any  # query rows of a tile
+    BLOCK_N: Any  # keys of a tile
+    D_PIECES: Any
+    DV_PIECES: Any
+    D: Any
+    D_V: Any
+    GROUP: Any
+    HAS_FIRST: Any
+    HAS_LAST: Any
+    BOTTOM_RIGHT: Any
+    DESCRIPTOR: Any  # q, k, v and d_out come through tensor descriptors, else through pointers
+    RELOAD: Any  # K and V of the keys' kernel come anew for each tile of queries instead of staying in registers
+    PRECISION: Any
+    UPCAST: Any
+    WIDE: Any
+    NEGATE: Any
+    MODIFIED: Any
+    LARGE_CAP: Any
+    CHOOSES: Any
+    BOOL_MASK: Any
+    FLOAT_MASK: Any  # its rows may be filled with the lowest number: the exact exponent, see softmax.recompute
+    MASK_ROWS: Any
+    MASK_COLS: Any
+    SCORE_MOD: Any
+    MASK_MOD: Any
+
+
+class Inputs(NamedTuple):
+    """q, k, v and d_out: each a `memory.View`."""
+
+    q: Any
+    k: Any
+    v: Any
+    d_out: Any
+
+
+class Tiles(NamedTuple):
+    """Tensor descriptors of the same, one for each piece of the head dimension, or None."""
+
+    q: Any = (None, None)
+    k: Any = (None, None)
+    v: Any = (None, None)
+    d_out: Any = (None, None)
+
+
+@triton.jit
+def _deal(index, n_tiles, n_heads, together):
+    """(head, tile) of a program: `together` heads at a time, tile by tile. What they read stays in L2 then, and the
+    longest tiles of a causal mask still start early."""
+    of_group = together * n_tiles
+    group = index // of_group
+    first = group * together
+    size = tl.minimum(n_heads - first, together)
+    rest = index - group * of_group
+    return first + rest % size, rest // size
+
+
+# ---- dQ ----
+
+
+@triton.jit
+def _sweep_keys(q, d_out, row, inputs, tiles, stats, span, head, first_row, start, middle, resume, stop, dq, d_slope,
+                scale_log2, modifiers, config, BLOCK_N: tl.constexpr, EDGE: tl.constexpr, GUARDED: tl.constexpr):
+    """Add the key blocks of [start, middle) and of [resume, stop) to dq, and to d_slope, which is empty where the
+    gradient of the slopes is not wanted."""
+    EXACT: tl.constexpr = GUARDED or config.FLOAT_MASK
+    DESCRIPTOR: tl.constexpr = config.DESCRIPTOR and not GUARDED
+    kv_head = head // config.GROUP
+    key_end = span.k_row + span.kv_len
+    before = (middle - start) // BLOCK_N
+    for i in tl.range(0, before + (stop - resume + BLOCK_N - 1) // BLOCK_N):
+        n = start + i * BLOCK_N
+        if EDGE:
+            n = tl.where(i < before, n, resume + (i - before) * BLOCK_N)
+        k_row = span.k_row + n
+        k = memory.load_pieces(inputs.k, tiles.k, span.slab, kv_head, k_row, key_end, BLOCK_N, EDGE, config, config.D,
+                               config.D_PIECES, DESCRIPTOR)
+        v = memory.load_pieces(inputs.v, tiles.v, span.slab, kv_head, k_row, key_end, BLOCK_N, EDGE, config,
+                               config.D_V, config.DV_PIECES, DESCRIPTOR)
+        s = products.scores(q, k, config.PRECISION, config.UPCAST)
+        p = gradients.probabilities(s, row, modifiers, span, head, first_row, n, scale_log2, config, EDGE, EXACT, False)
+        keep = gradients.kept(modifiers, span, head, first_row, n, p.shape[0], BLOCK_N, False)
+        dp = products.scores(d_out, v, config.PRECISION, config.UPCAST)
+        ds = gradients.of_scores(p, dp, keep, row, modifiers, config, EDGE, False)
+        if len(d_slope) == 1:
+            place = scores.place_at(span, head, first_row, n, p.shape[0], BLOCK_N, EDGE)
+            d_slope = (d_slope[0] - tl.sum(ds * scores.distance(span, place, False), 1),)
+        ds = gradients.of_products(ds, s, modifiers, config)
+        ds = products.narrow(ds, k[0].dtype, config.UPCAST)
+        dq = products.weighted(ds, gradients.clean(k, GUARDED), dq, config.PRECISION, config.UPCAST, False)
+    return dq, d_slope
+
+
+@triton.jit
+def _exact_statistics(q, inputs, stats, span, head, first_row, start, stop, scale_log2, lengths, modifiers, config,
+                      tiles, BLOCK_N: tl.constexpr, DESCRIPTOR: tl.constexpr):
+    """(pivot, rest) of the rows of q for the exact exponent, from their scores; stores them too."""
+    m = tl.full([q[0].shape[0]], softmax.NEVER, tl.float32)
+    l = tl.zeros([q[0].shape[0]], tl.float32)
+    acc = ()
+    key_end = span.k_row + span.kv_len
+    for n in tl.range(start, stop, BLOCK_N):
+        k = memory.load_pieces(inputs.k, tiles.k, span.slab, head // config.GROUP, span.k_row + n, key_end, BLOCK_N,
+                               True, config, config.D, config.D_PIECES, DESCRIPTOR)
+        s = products.scores(q, k, config.PRECISION, config.UPCAST)
+        s = scores.settle(s, modifiers, span, head, first_row, n, config, True, True)
+        _, m, l, acc = softmax.step(s, m, l, acc, scale_log2, 0.0, False, True)
+    sink = None
+    if modifiers.sinks is not None:
+        known = span.batch < lengths.count if lengths.cu_seqlens_q is not None else True
+        sink = tl.load(modifiers.sinks + span.batch * modifiers.sinks_batch_stride + head, mask=known,
+                       other=float("-inf")).to(tl.float32)
+    rest = softmax.rest_of(m, l, scale_log2, sink)
+    gradients.store_exact(stats, span, head, first_row, m, rest, q[0].shape[0])
+    return m, rest
+
+
+@triton.jit
+def _no_slopes(d_slopes, ROWS: tl.constexpr):
+    """The rows' shares of the gradient of the slopes before the first key: a tuple, empty if it is not wanted."""
+    if d_slopes is not None:
+        d_slope = (tl.zeros([ROWS], tl.float32),)
+    else:
+        d_slope = ()
+    return d_slope
+
+
+@triton.jit
+def _finish_queries(dq, d_slope, out, d_slopes, stats, span, head, first_row, scale, config):
+    row = span.q_row + first_row
+    gradients.store(out, span, head, row, span.q_row + span.q_len, dq, scale, config.D, config.D_PIECES, config)
+    if d_slopes is not None:
+        ROWS: tl.constexpr = dq[0].shape[0]
+        to = gradients.pointers(d_slopes, span, head, first_row, ROWS)
+        tl.store(to, d_slope[0], mask=first_row + tl.arange(0, ROWS) < span.q_len)
+
+
+@triton.jit(noinline=True)
+def _guarded_queries(inputs, out, d_slopes, stats, span, head, first_row, start, stop, scale_log2, scale, lengths,
+                     modifiers, config):
+    """Compute dQ of the tile once more, the careful way and in small pieces: this cold path must not cost the hot one
+    its registers. Leaves its exact statistics for the other kernel."""
+    tiles = Tiles((None, None), (None, None), (None, None), (None, None))
+    row_end = span.q_row + span.q_len
+    for r in tl.range(0, config.BLOCK_M, GUARD_M):
+        first = first_row + r
+        at = span.q_row + first
+        q = memory.load_pieces(inputs.q, None, span.slab, head, at, row_end, GUARD_M, True, config, config.D,
+                               config.D_PIECES, False)
+        d_out = memory.load_pieces(inputs.d_out, None, span.slab, head, at, row_end, GUARD_M, True, config, config.D_V,
+                                   config.DV_PIECES, False)
+        row = gradients.load_row(stats, span, head, first, GUARD_M, True, False)
+        pivot, rest = _exact_statistics(q, inputs, stats, span, head, first, start, stop, scale_log2, lengths,
+                                        modifiers, config, tiles, GUARD_N, False)
+        row = gradients.Row(pivot, rest, row.delta)
+        d_slope = _no_slopes(d_slopes, GUARD_M)
+        dq = gradients.zeros(GUARD_M, config.D_PIECES)
+        dq, d_slope = _sweep_keys(q, d_out, row, inputs, tiles, stats, span, head, first, start, start, start, stop,
+                                  dq, d_slope, scale_log2, modifiers, config, GUARD_N, True, True)
+        _finish_queries(dq, d_slope, out, d_slopes, stats, span, head, first, scale, config)
+
+
+@triton.jit(do_not_specialize=["q_len", "kv_len", "first_offset", "last_offset", "n_tiles", "n_heads", "together"])
+def attention_backward_queries(inputs, tiles, out, d_slopes, stats, scale_log2, scale, q_len, kv_len, first_offset,
+                               last_offset, n_tiles, n_heads, together, lengths, modifiers, config):
+    """dQ of one query tile of one head. Grid: (query heads * n_tiles, batch), or (query heads * slots, 1) if packed.
+
+    out: `memory.View` of dQ. d_slopes: `gradients.Stats` of one plane, for each row's share of the gradient of the
+    slopes, or None. scale_log2: as in `attention_forward`. scale: natural units, signed. The rest as there.
+    """
+    BLOCK_M: tl.constexpr = config.BLOCK_M
+    BLOCK_N: tl.constexpr = config.BLOCK_N
+    head, slot = _deal(tl.program_id(0), n_tiles, n_heads, together)
+    if config.HAS_LAST:
+        slot = n_tiles - 1 - slot
+    span, tile = sequences.locate((slot, tl.program_id(1)), q_len, kv_len, first_offset, last_offset, lengths, BLOCK_M,
+                                  config.BOTTOM_RIGHT)
+    first_row = tile * BLOCK_M
+    at, row_end = span.q_row + first_row, span.q_row + span.q_len
+    start, inner_start, inner_stop, stop = bounds.kv_range(first_row, tl.minimum(first_row + BLOCK_M, span.q_len) - 1,
+                                                           span.kv_len, span.first_offset, span.last_offset, BLOCK_N,
+                                                           config.HAS_FIRST, config.HAS_LAST)
+    q = memory.load_pieces(inputs.q, tiles.q, span.slab, head, at, row_end, BLOCK_M, True, config, config.D,
+                           config.D_PIECES, config.DESCRIPTOR)
+    d_out = memory.load_pieces(inputs.d_out, tiles.d_out, span.slab, head, at, row_end, BLOCK_M, True, config,
+                               config.D_V, config.DV_PIECES, config.DESCRIPTOR)
+    row = gradients.load_row(stats, span, head, first_row, BLOCK_M, True, False)
+    if config.FLOAT_MASK:
+        pivot, rest = _exact_statistics(q, inputs, stats, span, head, first_row, start, stop, scale_log2, lengths,
+                                        modifiers, config, tiles, BLOCK_N, config.DESCRIPTOR)
+        row = gradients.Row(pivot, rest, row.delta)
+    d_slope = _no_slopes(d_slopes, BLOCK_M)
+    dq = gradients.zeros(BLOCK_M, config.D_PIECES)
+    dq, d_slope = _sweep_keys(q, d_out, row, inputs, tiles, stats, span, head, first_row, inner_start, inner_stop, stop,
+                              stop, dq, d_slope, scale_log2, modifiers, config, BLOCK_N, False, False)
+    dq, d_slope = _sweep_keys(q, d_out, row, inputs, tiles, stats, span, head, first_row, start, inner_start,
+                              inner_stop, stop, dq, d_slope, scale_log2, modifiers, config, BLOCK_N, True, False)
+    _finish_queries(dq, d_slope, out, d_slopes, stats, span, head, first_row, scale, config)
+    if gradients.suspect(dq) > 0:
+        _guarded_queries(inputs, out, d_slopes, stats, span, head, first_row, start, stop, scale_log2, scale, lengths,
+                         modifiers, config)
+
+
+# ---- dK and dV ----
+
+
+@triton.jit
+def _load_keys(inputs, tiles, span, kv_head, first_col, ROWS: tl.constexpr, config, DESCRIPTOR: tl.constexpr):
+    """K and V of a program's keys."""
+    at, end = span.k_row + first_col, span.k_row + span.kv_len
+    k = memory.load_pieces(inputs.k, tiles.k, span.slab, kv_head, at, end, ROWS, True, config, config.D,
+                           config.D_PIECES, DESCRIPTOR)
+    v = memory.load_pieces(inputs.v, tiles.v, span.slab, kv_head, at, end, ROWS, True, config, config.D_V,
+                           config.DV_PIECES, DESCRIPTOR)
+    return k, v
+
+
+@triton.jit
+def _sweep_queries(keys, values, inputs, tiles, stats, span, head, first_col, start, middle, resume, stop, dk, dv,
+                   scale_log2, modifiers, config, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EDGE: tl.constexpr,
+                   GUARDED: tl.constexpr):
+    """Add the query tiles of [start, middle) and of [resume, stop) to dk and dv."""
+    EXACT: tl.constexpr = GUARDED or config.FLOAT_MASK
+    DESCRIPTOR: tl.constexpr = config.DESCRIPTOR and not GUARDED
+    row_end = span.q_row + span.q_len
+    before = (middle - start) // BLOCK_M
+    # 0, which no compiler can know: it would take a load that is the same in each round out of the loop.
+    nothing = tl.num_programs(1) // 65536
+    for i in tl.range(0, before + (stop - resume + BLOCK_M - 1) // BLOCK_M):
+        m = start + i * BLOCK_M
+        if EDGE:
+            m = tl.where(i < before, m, resume + (i - before) * BLOCK_M)
+        at = span.q_row + m
+        q = memory.load_pieces(inputs.q, tiles.q, span.slab, head, at, row_end, BLOCK_M, EDGE, config, config.D,
+                               config.D_PIECES, DESCRIPTOR)
+        d_out = memory.load_pieces(inputs.d_out, tiles.d_out, span.slab, head, at, row_end, BLOCK_M, EDGE, config,
+                                   config.D_V, config.DV_PIECES, DESCRIPTOR)
+        row = gradients.load_row(stats, span, head, m, BLOCK_M, EDGE, EXACT)
+        k, v = keys, values
+        if config.RELOAD and not GUARDED:
+            k, v = _load_keys(inputs, tiles, span, head // config.GROUP, first_col + i * nothing, BLOCK_N, config,
+                              DESCRIPTOR)
+        s = products.scores(k, q, config.PRECISION, config.UPCAST)
+        p = gradients.probabilities(s, row, modifiers, span, head, m, first_col, scale_log2, config, EDGE, EXACT, True)
+        keep = gradients.kept(modifiers, span, head, m, first_col, BLOCK_M, p.shape[0], True)
+        weight = tl.where(keep, p, 0.0) if modifiers.seed is not None else p
+        weight = products.narrow(weight, d_out[0].dtype, config.UPCAST)
+        dv = products.weighted(weight, d_out, dv, config.PRECISION, config.UPCAST, False)
+        dp = products.scores(v, d_out, config.PRECISION, config.UPCAST)
+        ds = gradients.of_scores(p, dp, keep, row, modifiers, config, EDGE, True)
+        ds = gradients.of_products(ds, s, modifiers, config)
+        ds = products.narrow(ds, q[0].dtype, config.UPCAST)
+        dk = products.weighted(ds, gradients.clean(q, GUARDED), dk, config.PRECISION, config.UPCAST, False)
+    return dk, dv
+
+
+@triton.jit
+def _finish_keys(dk, dv, d_k, d_v, span, kv_head, first_col, end, scale, modifiers, config):
+    at = span.k_row + first_col
+    growth = modifiers.growth if modifiers.seed is not None else 1.0
+    gradients.store(d_k, span, kv_head, at, span.k_row + end, dk, scale, config.D, config.D_PIECES, config)
+    gradients.store(d_v, span, kv_head, at, span.k_row + end, dv, growth, config.D_V, config.DV_PIECES, config)
+
+
+@triton.jit(noinline=True)
+def _guarded_keys(inputs, d_k, d_v, stats, span, kv_head, first_col, end, scale_log2, scale, modifiers, config):
+    """The same for dK and dV: every query, every mask."""
+    tiles = Tiles((None, None), (None, None), (None, None), (None, None))
+    for c in tl.range(0, config.BLOCK_N, GUARD_N):
+        first = first_col + c
+        k, v = _load_keys(inputs, tiles, span, kv_head, first, GUARD_N, config, False)
+        dk = gradients.zeros(GUARD_N, config.D_PIECES)
+        dv = gradients.zeros(GUARD_N, config.DV_PIECES)
+        for g in tl.range(0, config.GROUP):
+            dk, dv = _sweep_queries(k, v, inputs, tiles, stats, span, kv_head * config.GROUP + g, first, 0, 0, 0,
+                                    span.q_len, dk, dv, scale_log2, modifiers, config, GUARD_M, GUARD_N, True, True)
+        _finish_keys(dk, dv, d_k, d_v, span, kv_head, first, end, scale, modifiers, config)
+
+
+@triton.jit(do_not_specialize=["q_len", "kv_len", "first_offset", "last_offset", "n_tiles", "n_heads", "together"])
+def attention_backward_keys(inputs, tiles, d_k, d_v, stats, scale_log2, scale, q_len, kv_len, first_offset,
+                            last_offset, n_tiles, n_heads, together, lengths, modifiers, config):
+    """dK and dV of one key tile of one key head, summed over the query heads of its group in registers. Grid: (key
+    heads * n_tiles, batch), or (key heads * slots, 1) if packed. d_k, d_v: `memory.View`; the rest as above."""
+    BLOCK_M: tl.constexpr = config.BLOCK_M
+    BLOCK_N: tl.constexpr = config.BLOCK_N
+    kv_head, slot = _deal(tl.program_id(0), n_tiles, n_heads, together)
+    span, tile, end = sequences.locate_keys((slot, tl.program_id(1)), q_len, kv_len, first_offset, last_offset,
+                                            lengths, BLOCK_N, config.BOTTOM_RIGHT)
+    first_col = tile * BLOCK_N
+    start, inner_start, inner_stop, stop = bounds.q_range(first_col, tl.minimum(first_col + BLOCK_N, span.kv_len) - 1,
+                                                          span.q_len, span.first_offset, span.last_offset, BLOCK_M,
+                                                          config.HAS_FIRST, config.HAS_LAST)
+    if first_col + BLOCK_N > span.kv_len:  # keys outside: every tile needs the mask
+        inner_start = start
+        inner_stop = start
+    k, v = (), ()
+    if not config.RELOAD:
+        k, v = _load_keys(inputs, tiles, span, kv_head, first_col, BLOCK_N, config, config.DESCRIPTOR)
+    dk = gradients.zeros(BLOCK_N, config.D_PIECES)
+    dv = gradients.zeros(BLOCK_N, config.DV_PIECES)
+    for g in tl.range(0, config.GROUP):
+        head = kv_head * config.GROUP + g
+        dk, dv = _sweep_queries(k, v, inputs, tiles, stats, span, head, first_col, start, inner_start, inner_stop, stop,
+                                dk, dv, scale_log2, modifiers, config, BLOCK_M, BLOCK_N, True, False)
+        dk, dv = _sweep_queries(k, v, inputs, tiles, stats, span, head, first_col, inner_start, inner_stop, stop, stop,
+                                dk, dv, scale_log2, modifiers, config, BLOCK_M, BLOCK_N, False, False)
+    _finish_keys(dk, dv, d_k, d_v, span, kv_head, first_col, end, scale, modifiers, config)
+    if tl.maximum(gradients.suspect(dk), gradients.suspect(dv)) > 0:
+        _guarded_keys(inputs, d_k, d_v, stats, span, kv_head, first_col, end, scale_log2, scale, modifiers, config)

@@ -1,0 +1,181 @@
+"""From a problem, a row for the backward and the tensors of a call to the launches of its kernels."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+
+from ..backends import Half
+from ..dispatch_backward import BackwardPlan
+from ..extras import NO_EXTRAS, Extras
+from ..problem import Problem
+from . import backward, backward_mask, gradients
+from .launch import (
+    LOG2E,
+    NO_LENGTHS,
+    NO_MODIFIERS,
+    constant,
+    describe,
+    launch_options,
+    lengths_of,
+    modifiers_of,
+    positive_scale,
+    rebased,
+    run,
+    shared_config,
+    view_strides,
+)
+from .memory import View
+
+PLANES = 4  # of gradients.Stats
+PREPARED_ROWS = 32  # of a program of gradients.prepare
+PREPARE_OPTIONS = launch_options(4, 1, None)
+NO_TILES = backward.Tiles()
+# Rows of the heads that run side by side: about what two of their tensors keep of a large L2.
+ROWS_TOGETHER = 65536
+
+
+@dataclass(slots=True)
+class _Kernel:
+    """One of the two main kernels."""
+
+    function: Any
+    config: backward.Config
+    grid: tuple[int, int]
+    shape: tuple[int, int, int]  # tiles of a head, heads, heads side by side
+    options: dict[str, Any]
+    tiles: backward.Tiles | None = None  # the descriptors of the first call
+    binary: Callable[..., None] | None = None
+
+
+@dataclass(slots=True)
+class BackwardLaunch:
+    """The portable backward, ready for every call with the same problem; made once, called often."""
+
+    problem: Problem
+    queries: _Kernel
+    keys: _Kernel
+    descriptors: bool
+    scalars: tuple[Any, ...]
+    prepared: tuple[Any, ...]  # constexprs of gradients.prepare
+    binary: Callable[..., None] | None = None  # of gradients.prepare
+    mask_binary: Callable[..., None] | None = None
+    strides: list[tuple[int, ...]] | None = None  # of the views of q, k, v, d_out, out, dq, dk and dv
+
+    @classmethod
+    def prepare(cls, problem: Problem, plan: BackwardPlan) -> "BackwardLaunch":
+        p, tile = problem, plan.tile
+        assert tile is not None
+        shared = shared_config(p, plan.least_columns) | {"DESCRIPTOR": tile.descriptors}
+        q_len, kv_len = p.packed or (p.q_len, p.kv_len)
+        batches = 1 if p.packed else p.batch
+
+        def kernel(function: Any, half: Half, tiles: int, heads: int, rows: int) -> _Kernel:
+            config = backward.Config(BLOCK_M=half.block_m, BLOCK_N=half.block_n, RELOAD=half.reload, **shared)
+            together = max(1, min(heads, ROWS_TOGETHER // max(1, rows)))
+            options = launch_options(half.num_warps, half.num_stages, half.max_registers)
+            return _Kernel(function, constant(config), (heads * tiles, batches), (tiles, heads, together), options)
+
+        by_keys = p.slots(tile.keys.block_n, of_keys=True)
+        by_queries = p.slots(tile.queries.block_m)
+        scale_log2 = LOG2E if p.modified else positive_scale(p)
+        return cls(
+            problem=p,
+            queries=kernel(backward.attention_backward_queries, tile.queries, by_queries, p.q_heads, q_len),
+            keys=kernel(backward.attention_backward_keys, tile.keys, by_keys, p.kv_heads, kv_len),
+            descriptors=tile.descriptors,
+            scalars=(scale_log2, p.scale, q_len, kv_len, p.first_offset or 0, p.last_offset or 0),
+            prepared=tuple(map(constant, (PREPARED_ROWS, shared["DV_PIECES"], p.v_head_dim, p.wide))),
+        )  # fmt: skip
+
+    def arguments(
+        self,
+        kernel: _Kernel,
+        inputs: Sequence[View],
+        outputs: tuple[Any, Any],
+        stats: gradients.Stats,
+        extras: Extras = NO_EXTRAS,
+    ) -> tuple[Any, ...]:
+        """Arguments of one of the two main kernels. inputs: q, k, v, d_out. outputs: the two behind the descriptors."""
+        lengths, modifiers = NO_LENGTHS, NO_MODIFIERS
+        if extras is not NO_EXTRAS or self.problem.modified:
+            lengths, modifiers = lengths_of(self.problem, extras), modifiers_of(self.problem, extras)
+        made = (backward.Inputs(*inputs), self._described(kernel, inputs), *outputs, stats)
+        return (*made, *self.scalars, *kernel.shape, lengths, modifiers, kernel.config)
+
+    def _described(self, kernel: _Kernel, inputs: Sequence[View]) -> backward.Tiles:
+        if not self.descriptors:
+            return NO_TILES
+        if kernel.tiles is not None:
+            again = zip(kernel.tiles, inputs, strict=True)
+            return backward.Tiles(*((rebased(a, view.ptr), rebased(b, view.ptr)) for (a, b), view in again))
+        config = kernel.config
+        rows, keys = config.BLOCK_M.value, config.BLOCK_N.value
+        sizes = ((rows, config.D_PIECES), (keys, config.D_PIECES), (keys, config.DV_PIECES), (rows, config.DV_PIECES))
+        made = (
+            (*(describe(view.ptr, height, cols.value) for _, cols in of), None)[:2]
+            for view, (height, of) in zip(inputs, sizes, strict=True)
+        )
+        kernel.tiles = backward.Tiles(*made)
+        return kernel.tiles
+
+    def __call__(
+        self,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        d_lse: torch.Tensor | None,
+        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        extras: Extras = NO_EXTRAS,
+        d_slopes: torch.Tensor | None = None,
+        of_mask: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Fill grads: dq, dk, dv. inputs: q, k, v, d_out; all of them and out with a contiguous head dimension, lse and
+        d_lse contiguous. d_slopes: fp32 (B, Hq, Sq), each row's share of the gradient of the slopes, or None. Returns
+        each row's delta, (B, Hq, Sq), and, with of_mask, the gradient of the float mask."""
+        q = inputs[0]
+        tensors = (*inputs, out, *grads)
+        if self.strides is None:
+            self.strides = [view_strides(t) for t in tensors]
+        views = [View(t, *steps) for t, steps in zip(tensors, self.strides, strict=True)]
+        of_inputs, (of_out, dq, dk, dv) = views[:4], views[4:]
+        stats = torch.empty((PLANES, *q.shape[:3]), dtype=torch.float32, device=q.device)
+        of_stats, of_slopes = stats_of(stats), None if d_slopes is None else stats_of(d_slopes[None])
+        grid = (q.shape[1], -(-q.shape[2] // PREPARED_ROWS), q.shape[0])
+        arguments = (of_out, of_inputs[3], lse, d_lse, of_stats, q.shape[2], *self.prepared)
+        self.binary = run(gradients.prepare, grid, self.binary, arguments, **PREPARE_OPTIONS)
+        for kernel, outputs in ((self.queries, (dq, of_slopes)), (self.keys, (dk, dv))):
+            arguments = self.arguments(kernel, of_inputs, outputs, of_stats, extras)
+            kernel.binary = run(kernel.function, (*kernel.grid, 1), kernel.binary, arguments, **kernel.options)
+        d_mask = self._of_mask(of_inputs, of_stats, extras) if of_mask else None
+        return stats[gradients.DELTA.value], d_mask
+
+    def _of_mask(self, inputs: Sequence[View], stats: gradients.Stats, extras: Extras) -> torch.Tensor:
+        """After the main kernels. In a tile of the sizes that dQ has."""
+        mask, p, config = extras.mask, self.problem, self.queries.config
+        assert mask is not None
+        batches, heads, one_row, one_col = (n == 1 for n in mask.shape)
+        tiles = triton.cdiv(p.q_len, config.BLOCK_M.value), triton.cdiv(p.kv_len, config.BLOCK_N.value)
+        size = (*mask.shape[:2], tiles[0] if one_row else p.q_len, tiles[1] if one_col else p.kv_len)
+        total = torch.empty(size, dtype=torch.float32, device=mask.device)
+        summed = p.q_heads if heads else 1, p.batch if batches else 1
+        arguments = (
+            backward.Inputs(*inputs), View(total, *total.stride()[:3]), stats, self.scalars[0], *self.scalars[2:],
+            tiles[1], *summed, lengths_of(p, extras), modifiers_of(p, extras),
+            config._replace(DESCRIPTOR=constant(False)), constant(one_row), constant(one_col),
+        )  # fmt: skip
+        grid = (tiles[0] * tiles[1], mask.shape[1], mask.shape[0])
+        options = self.queries.options | {"num_stages": 1}
+        self.mask_binary = run(
+            backward_mask.attention_backward_mask, grid, self.mask_binary, arguments, **options
+        )
+        if one_row:
+            total = total.sum(2, keepdim=True)
+        return total.sum(3, keepdim=True) if one_col else total
+
+
+def stats_of(t: torch.Tensor) -> gradients.Stats:
+    """A (planes, B, Hq, Sq) tensor as the kernels take it."""
+    return gradients.Stats(t, *t.stride()[:3])

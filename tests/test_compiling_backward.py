@@ -1,0 +1,43 @@
+"""Every row for the backward compiles for its GPU, without the GPU, like the forward's (test_compiling.py): matrix
+instruction in the loop, shared memory fits, no spills where the tables say so. A sample in CI, all with `--slow`."""
+
+from typing import Any
+
+import pytest
+
+from lazymax import arch as arches
+from lazymax.backends import registry
+
+# Registers (or bytes) that a row's reason owns up to; all others spill nothing.
+MAY_SPILL: dict[tuple[str, str], int] = {}
+OWN = [name for name, backend in registry().items() if backend.backward and name != "portable"]
+
+
+def check(lines: list[dict[str, Any]]) -> None:
+    assert lines, "nothing was compiled"
+    for line in lines:
+        assert line["ok"] and line["error"] is None, line
+        assert line["in_loop"] or not line["half"], line
+        assert line["shared"] <= arches.by_name(line["arch"]).shared_memory, line
+        size = line["problem"].split()[1]
+        if line["half"] and size in ("D=64", "D=128"):
+            assert line["spills"] <= MAY_SPILL.get((line["arch"], size), 0), line
+
+
+@pytest.mark.parametrize("arch, head_dim", [("sm_90", 128), ("sm_100", 128), ("gfx1151", 64)])
+def test_sample(arch, head_dim, compiler):
+    lines = compiler.call("compiled:backward", [arch], [head_dim], ["bfloat16"], True)
+    check(lines[:2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OWN)
+def test_every_row_of(name, compiler):
+    archs = list(registry()[name].archs)
+    check(compiler.call("compiled:backward", archs, None, ["bfloat16", "float32"], None))
+
+
+@pytest.mark.slow
+def test_portable_rows(compiler):
+    lines = compiler.call("compiled:backward", ["sm_75"], None, ["bfloat16", "float32"], None)
+    assert lines == []
