@@ -63,10 +63,10 @@ class Inputs(NamedTuple):
 class Tiles(NamedTuple):
     """Tensor descriptors of the same, one for each piece of the head dimension, or None."""
 
-    q: Any = (None, None)
-    k: Any = (None, None)
-    v: Any = (None, None)
-    d_out: Any = (None, None)
+    q: Any
+    k: Any
+    v: Any
+    d_out: Any
 
 
 @triton.jit
@@ -187,15 +187,19 @@ def _guarded_queries(inputs, out, d_slopes, stats, span, head, first_row, start,
 
 
 @triton.jit(do_not_specialize=["q_len", "kv_len", "first_offset", "last_offset", "n_tiles", "n_heads", "together"])
-def attention_backward_queries(inputs, tiles, out, d_slopes, stats, scale_log2, scale, q_len, kv_len, first_offset,
-                               last_offset, n_tiles, n_heads, together, lengths, modifiers, config):
+def attention_backward_queries(inputs, q_tiles, k_tiles, v_tiles, g_tiles, q_tails, k_tails, v_tails, g_tails, out,
+                               d_slopes, stats, scale_log2, scale, q_len, kv_len, first_offset, last_offset, n_tiles,
+                               n_heads, together, lengths, modifiers, config):
     """dQ of one query tile of one head. Grid: (query heads * n_tiles, batch), or (query heads * slots, 1) if packed.
 
-    out: `memory.View` of dQ. d_slopes: `gradients.Stats` of one plane, for each row's share of the gradient of the
-    slopes, or None. scale_log2: as in `attention_forward`. scale: natural units, signed. The rest as there.
+    inputs: `Inputs`. q_tiles, ..., g_tails: the descriptors of `Tiles`, one by one; the launcher of Triton 3.6 finds
+    none inside of tuples. out: `memory.View` of dQ. d_slopes: `gradients.Stats` of one plane, for each row's share of
+    the gradient of the slopes, or None. scale_log2: as in `attention_forward`. scale: natural units, signed. The rest
+    as there.
     """
     BLOCK_M: tl.constexpr = config.BLOCK_M
     BLOCK_N: tl.constexpr = config.BLOCK_N
+    tiles = Tiles((q_tiles, q_tails), (k_tiles, k_tails), (v_tiles, v_tails), (g_tiles, g_tails))
     head, slot = _deal(tl.program_id(0), n_tiles, n_heads, together)
     if config.HAS_LAST:
         slot = n_tiles - 1 - slot
@@ -304,12 +308,14 @@ def _guarded_keys(inputs, d_k, d_v, stats, span, kv_head, first_col, end, scale_
 
 
 @triton.jit(do_not_specialize=["q_len", "kv_len", "first_offset", "last_offset", "n_tiles", "n_heads", "together"])
-def attention_backward_keys(inputs, tiles, d_k, d_v, stats, scale_log2, scale, q_len, kv_len, first_offset,
-                            last_offset, n_tiles, n_heads, together, lengths, modifiers, config):
+def attention_backward_keys(inputs, q_tiles, k_tiles, v_tiles, g_tiles, q_tails, k_tails, v_tails, g_tails, d_k, d_v,
+                            stats, scale_log2, scale, q_len, kv_len, first_offset, last_offset, n_tiles, n_heads,
+                            together, lengths, modifiers, config):
     """dK and dV of one key tile of one key head, summed over the query heads of its group in registers. Grid: (key
     heads * n_tiles, batch), or (key heads * slots, 1) if packed. d_k, d_v: `memory.View`; the rest as above."""
     BLOCK_M: tl.constexpr = config.BLOCK_M
     BLOCK_N: tl.constexpr = config.BLOCK_N
+    tiles = Tiles((q_tiles, q_tails), (k_tiles, k_tails), (v_tiles, v_tails), (g_tiles, g_tails))
     kv_head, slot = _deal(tl.program_id(0), n_tiles, n_heads, together)
     span, tile, end = sequences.locate_keys((slot, tl.program_id(1)), q_len, kv_len, first_offset, last_offset,
                                             lengths, BLOCK_N, config.BOTTOM_RIGHT)

@@ -32,7 +32,7 @@ from .memory import View
 PLANES = 4  # of gradients.Stats
 PREPARED_ROWS = 32  # of a program of gradients.prepare
 PREPARE_OPTIONS = launch_options(4, 1, None)
-NO_TILES = backward.Tiles()
+NO_TILES = (None,) * 8
 # Rows of the heads that run side by side: about what two of their tensors keep of a large L2.
 ROWS_TOGETHER = 65536
 
@@ -46,7 +46,7 @@ class _Kernel:
     grid: tuple[int, int]
     shape: tuple[int, int, int]  # tiles of a head, heads, heads side by side
     options: dict[str, Any]
-    tiles: backward.Tiles | None = None  # the descriptors of the first call
+    tiles: tuple[Any, ...] | None = None  # the descriptors of the first call
     binary: Callable[..., None] | None = None
 
 
@@ -102,23 +102,24 @@ class BackwardLaunch:
         lengths, modifiers = NO_LENGTHS, NO_MODIFIERS
         if extras is not NO_EXTRAS or self.problem.modified:
             lengths, modifiers = lengths_of(self.problem, extras), modifiers_of(self.problem, extras)
-        made = (backward.Inputs(*inputs), self._described(kernel, inputs), *outputs, stats)
+        made = (backward.Inputs(*inputs), *self._described(kernel, inputs), *outputs, stats)
         return (*made, *self.scalars, *kernel.shape, lengths, modifiers, kernel.config)
 
-    def _described(self, kernel: _Kernel, inputs: Sequence[View]) -> backward.Tiles:
+    def _described(self, kernel: _Kernel, inputs: Sequence[View]) -> tuple[Any, ...]:
+        """Descriptors of the first pieces of q, k, v and d_out, then of their tails."""
         if not self.descriptors:
             return NO_TILES
         if kernel.tiles is not None:
-            again = zip(kernel.tiles, inputs, strict=True)
-            return backward.Tiles(*((rebased(a, view.ptr), rebased(b, view.ptr)) for (a, b), view in again))
+            again = zip(kernel.tiles, (*inputs, *inputs), strict=True)
+            return tuple(of and rebased(of, view.ptr) for of, view in again)
         config = kernel.config
         rows, keys = config.BLOCK_M.value, config.BLOCK_N.value
         sizes = ((rows, config.D_PIECES), (keys, config.D_PIECES), (keys, config.DV_PIECES), (rows, config.DV_PIECES))
-        made = (
-            (*(describe(view.ptr, height, cols.value) for _, cols in of), None)[:2]
+        made = [
+            [*(describe(view.ptr, height, cols.value) for _, cols in of), None][:2]
             for view, (height, of) in zip(inputs, sizes, strict=True)
-        )
-        kernel.tiles = backward.Tiles(*made)
+        ]
+        kernel.tiles = (*(first for first, _ in made), *(tail for _, tail in made))
         return kernel.tiles
 
     def __call__(
