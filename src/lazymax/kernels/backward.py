@@ -35,6 +35,7 @@ class Config(NamedTuple):
     HAS_LAST: Any
     BOTTOM_RIGHT: Any
     DESCRIPTOR: Any  # q, k, v and d_out come through tensor descriptors, else through pointers
+    EXACT: Any  # the exact exponent, see softmax.recompute: float masks (rows of the lowest number), and fp32
     RELOAD: Any  # K and V of the keys' kernel come anew for each tile of queries instead of staying in registers
     PRECISION: Any
     UPCAST: Any
@@ -44,7 +45,7 @@ class Config(NamedTuple):
     LARGE_CAP: Any
     CHOOSES: Any
     BOOL_MASK: Any
-    FLOAT_MASK: Any  # its rows may be filled with the lowest number: the exact exponent, see softmax.recompute
+    FLOAT_MASK: Any
     MASK_ROWS: Any
     MASK_COLS: Any
     SCORE_MOD: Any
@@ -89,7 +90,7 @@ def _sweep_keys(q, d_out, row, inputs, tiles, stats, span, head, first_row, star
                 scale_log2, modifiers, config, BLOCK_N: tl.constexpr, EDGE: tl.constexpr, GUARDED: tl.constexpr):
     """Add the key blocks of [start, middle) and of [resume, stop) to dq, and to d_slope, which is empty where the
     gradient of the slopes is not wanted."""
-    EXACT: tl.constexpr = GUARDED or config.FLOAT_MASK
+    EXACT: tl.constexpr = GUARDED or config.EXACT
     DESCRIPTOR: tl.constexpr = config.DESCRIPTOR and not GUARDED
     kv_head = head // config.GROUP
     key_end = span.k_row + span.kv_len
@@ -215,7 +216,7 @@ def attention_backward_queries(inputs, q_tiles, k_tiles, v_tiles, g_tiles, q_tai
     d_out = memory.load_pieces(inputs.d_out, tiles.d_out, span.slab, head, at, row_end, BLOCK_M, True, config,
                                config.D_V, config.DV_PIECES, config.DESCRIPTOR)
     row = gradients.load_row(stats, span, head, first_row, BLOCK_M, True, False)
-    if config.FLOAT_MASK:
+    if config.EXACT:
         pivot, rest = _exact_statistics(q, inputs, stats, span, head, first_row, start, stop, scale_log2, lengths,
                                         modifiers, config, tiles, BLOCK_N, config.DESCRIPTOR)
         row = gradients.Row(pivot, rest, row.delta)
@@ -250,7 +251,7 @@ def _sweep_queries(keys, values, inputs, tiles, stats, span, head, first_col, st
                    scale_log2, modifiers, config, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EDGE: tl.constexpr,
                    GUARDED: tl.constexpr):
     """Add the query tiles of [start, middle) and of [resume, stop) to dk and dv."""
-    EXACT: tl.constexpr = GUARDED or config.FLOAT_MASK
+    EXACT: tl.constexpr = GUARDED or config.EXACT
     DESCRIPTOR: tl.constexpr = config.DESCRIPTOR and not GUARDED
     row_end = span.q_row + span.q_len
     before = (middle - start) // BLOCK_M

@@ -69,6 +69,7 @@ class BackwardLaunch:
         p, tile = problem, plan.tile
         assert tile is not None
         shared = shared_config(p, plan.least_columns) | {"DESCRIPTOR": tile.descriptors}
+        shared["EXACT"] = shared["FLOAT_MASK"] or p.dtype == "float32"
         q_len, kv_len = p.packed or (p.q_len, p.kv_len)
         batches = 1 if p.packed else p.batch
 
