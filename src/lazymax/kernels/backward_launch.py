@@ -11,7 +11,7 @@ from ..backends import Half
 from ..dispatch_backward import BackwardPlan
 from ..extras import NO_EXTRAS, Extras
 from ..problem import Problem
-from . import backward, backward_mask, gradients
+from . import backward, backward_keys, backward_mask, gradients
 from .launch import (
     LOG2E,
     NO_LENGTHS,
@@ -85,7 +85,7 @@ class BackwardLaunch:
         return cls(
             problem=p,
             queries=kernel(backward.attention_backward_queries, tile.queries, by_queries, p.q_heads, q_len),
-            keys=kernel(backward.attention_backward_keys, tile.keys, by_keys, p.kv_heads, kv_len),
+            keys=kernel(backward_keys.attention_backward_keys, tile.keys, by_keys, p.kv_heads, kv_len),
             descriptors=tile.descriptors,
             scalars=(scale_log2, p.scale, q_len, kv_len, p.first_offset or 0, p.last_offset or 0),
             prepared=tuple(map(constant, (PREPARED_ROWS, shared["DV_PIECES"], p.v_head_dim, p.wide))),
