@@ -52,6 +52,7 @@ def pytest_configure(config):
 # GPU take all.
 SWEEPS = {
     "test_features.py",
+    "test_backward.py",
     "test_varlen.py",
     "test_forward.py",
     "test_blocks.py",

@@ -67,7 +67,7 @@ def call_of(case: Case, device: str) -> tuple[Any, ...]:
 
 def by_row(row: BackwardTile, d_out: Any, d_lse: Any, qkv: Any, problem: Problem, extras: Extras, rules: Rules) -> Any:
     """Through the operator, past its choice of a row, into gradients full of NaN; the forward as it is chosen."""
-    arch = arches.of(qkv[0].device)
+    arch, problem = arches.of(qkv[0].device), ops_backward.beside(problem, d_out)
     assert row.refusal(problem, arch) is None
     forward = plan(problem, arch)
     chosen = BackwardPlan(
@@ -405,3 +405,13 @@ def test_a_row_that_cannot_be_built_gives_way_to_the_reference(device, monkeypat
     with pytest.warns(UserWarning, match="the backward .* cannot be built .*; reference takes over"):
         lazymax.attention(*leaves).sum().backward()
     assert all(t.grad.isfinite().all() for t in leaves)
+
+
+def test_the_gradient_of_a_mask_of_one_row_is_of_the_rows_that_there_are(device):
+    """A row outside the tensors would see key 5 and its NaN; found by the fuzz."""
+    q, k, v = testing.make_qkv(1, 1, 1, 5, 7, 16, dtype=FP32, device=device)
+    k[:, :, 5:], v[:, :, 5:] = NAN, NAN
+    extras, rules = parse_options(q, attn_mask=torch.zeros(7, device=device), causal="top_left")
+    problem = Problem.from_tensors(q, k, v, extras, rules, return_lse=True)
+    grads = by_row(SMALL, torch.ones_like(q), None, (q, k, v), problem, extras, rules)
+    assert grads[3].isfinite().all()

@@ -15,11 +15,11 @@ import pytest
 import test_fuzz
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
-from test_backward import LARGE, SMALL, by_row
+from test_backward import FLAT, LARGE, SMALL, by_row
 from test_fuzz import Call, Shard, farther, nudge, nudged_extras
 
 from lazymax import arch as arches
-from lazymax import reference, testing
+from lazymax import ops_backward, reference, testing
 from lazymax.dispatch import kernel_refusal
 from lazymax.options import parse_options
 from lazymax.problem import Problem
@@ -29,7 +29,7 @@ BACKWARD = torch.ops.lazymax.attention_backward
 DEFAULT, SLOW = 300, 1500
 PER_SHARD = 100 if test_fuzz.GPU else 50
 EPS = testing.EPS
-ROWS = (None, SMALL, LARGE, SMALL)
+ROWS = (SMALL, FLAT, LARGE, FLAT, LARGE, FLAT, LARGE, None)
 
 
 def small(call: Call) -> Call:
@@ -38,12 +38,12 @@ def small(call: Call) -> Call:
     return replace(
         call,
         dtype=torch.float32 if call.dtype == torch.float64 else call.dtype,
-        batch=min(call.batch, 2),
+        batch=min(call.batch, 1 + (call.seed % 4 == 1)),
         kv_heads=1,
-        group=min(call.group, 2),
-        q_len=min(call.q_len, 35),
-        kv_len=min(call.kv_len, 37),
-        lengths=None if call.lengths is None else tuple((min(q, 19), min(k, 21)) for q, k in call.lengths[:3]),
+        group=min(call.group, 1 + (call.seed % 4 == 2)),
+        q_len=min(call.q_len, 19),
+        kv_len=min(call.kv_len, 21),
+        lengths=None if call.lengths is None else tuple((min(q, 9), min(k, 17)) for q, k in call.lengths[:2]),
         behind=tuple(min(n, 3) for n in call.behind),
         head_dim=call.head_dim if call.head_dim <= 40 or (rare and call.head_dim <= 256) else 16,
         v_head_dim=call.v_head_dim if call.v_head_dim <= 40 or (rare and call.v_head_dim <= 256) else 24,
@@ -66,7 +66,10 @@ def gradients(call: Call, device: str) -> tuple[Any, ...]:
     made = (d_out, d_lse, q, k, v, problem, extras, needs)
     usual = q.numel() and k.numel() and v.numel() and not problem.score_mod and not problem.copied
     if row is not None and usual and not kernel_refusal(problem, arches.of(q.device)):
-        if row.refusal(problem, arches.of(q.device)) is None and max(q.shape[3], v.shape[3]) <= 256:
+        if (
+            row.refusal(ops_backward.beside(problem, d_out), arches.of(q.device)) is None
+            and max(q.shape[3], v.shape[3]) <= 256
+        ):
             return by_row(row, d_out, d_lse, (q, k, v), problem, extras, rules), *made
     return BACKWARD(d_out, d_lse, q, k, v, *extras, *rules, list(needs)), *made
 
@@ -77,14 +80,28 @@ def check(call: Call, device: str) -> None:
     exact = reference.backward(d_out, d_lse, *wide, problem, testing.widened(extras), needs)
     low = reference.backward(d_out, d_lse, q, k, v, problem, extras, needs, p_dtype=q.dtype)
     near = testing.widened(nudged_extras(extras))
-    nudged = reference.backward(d_out, d_lse, nudge(q), nudge(k), v.double(), problem, near, needs)
+    nudged = reference.backward(d_out, d_lse, nudge(q), nudge(k), nudge(v), problem, near, needs)
+    more = [_differences(d_out, d_lse, q, k, v, problem, extras, needs, by) for by in (0.99, 1.003, 1.02)]
     names = ("dq", "dk", "dv", "dmask", "dslopes", "dsinks")
-    for what, x, x64, lowered, other in zip(names, grads, exact, low, nudged, strict=False):
+    for what, x, x64, lowered, other, *differences in zip(names, grads, exact, low, nudged, *more, strict=False):
         if x64.numel():
-            x, x64, lowered, other = (t[None] if t.dim() == 1 else t for t in (x, x64, lowered, other))
-            cost = farther(lowered, other, x64.double())
-            budget = testing.within_budget(x, x64.double(), cost, eps=max(EPS[x.dtype], EPS[q.dtype]), what=what)
+            x, x64, *costs = (t[None] if t.dim() == 1 else t for t in (x, x64, lowered, other, *differences))
+            x64, cost = x64.double(), costs[0]
+            for another in (costs[1], *(x64 + difference for difference in costs[2:])):
+                cost = farther(cost, another, x64)
+            budget = testing.within_budget(x, x64, cost, eps=max(EPS[x.dtype], EPS[q.dtype]), what=what)
             assert budget.ok, budget
+
+
+def _differences(
+    d_out: Any, d_lse: Any, q: Any, k: Any, v: Any, problem: Any, extras: Any, needs: Any, by: float
+) -> list[torch.Tensor]:
+    """What rounding costs inputs that differ a little: few rows sample it badly, several times sample it better."""
+    q, k, v = ((t.double() * by).to(t.dtype) for t in (q, k, v))
+    wide = (q.double(), k.double(), v.double())
+    exact = reference.backward(d_out, d_lse, *wide, problem, testing.widened(extras), needs)
+    low = reference.backward(d_out, d_lse, q, k, v, problem, extras, needs, p_dtype=q.dtype)
+    return [x.double() - x64.double() for x, x64 in zip(low, exact, strict=True)]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -104,7 +121,7 @@ def fuzz(packed: bool, shard: Shard, config: pytest.Config, device: str) -> None
 
     @hypothesis.seed(seed)
     @settings(
-        max_examples=shard.examples, deadline=None, database=None, phases=[Phase.generate, Phase.shrink],
+        max_examples=shard.examples, deadline=None, database=None, phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(test_fuzz.calls(packed, None if device == "cpu" else seed))

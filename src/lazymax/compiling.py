@@ -171,6 +171,22 @@ def report(
     return measured(head, arch, lambda: compile_plan(problem, chosen, arch, extras))
 
 
+def launcher_fault(kernel: Any) -> str | None:
+    """Why Triton's launcher for NVIDIA could not take the kernel's arguments, or None. It is made at the first launch,
+    so a compile alone does not tell: on an H200 descriptors inside of tuples compiled, and failed there (3.6)."""
+    from triton.backends.nvidia import driver
+
+    signature, meta = kernel.src.signature, getattr(kernel.metadata, "tensordesc_meta", None)
+    try:
+        if hasattr(driver, "make_launcher"):  # Triton 3.6
+            driver.make_launcher({}, signature, meta)
+        elif hasattr(driver, "expand_signature"):  # 3.9
+            driver.expand_signature(signature.values(), meta, "nvTmaDesc")
+    except Exception as failure:
+        return f"the launcher: {_root_cause(failure)}"
+    return None
+
+
 def title(problem: Problem, feature: str | None) -> str:
     """What a report calls a problem."""
     band = "window" if problem.first_offset is not None else "causal" if problem.last_offset is not None else "full"
@@ -189,11 +205,12 @@ def measured(head: tuple[str, str, str, str, bool, str], arch: Arch, build: Call
         return Report(*head, instruction, 0, 0, 0, 0, 0, time.perf_counter() - start, message)
     seconds = time.perf_counter() - start
     nvidia = arch.vendor == "nvidia"
+    fault = launcher_fault(kernel) if nvidia else None
     in_loop, in_all = loop_counts(kernel.asm["ptx" if nvidia else "amdgcn"], pattern)
     registers, spills = _nvidia_resources(kernel) if nvidia else _amd_resources(kernel)
     shared = kernel.metadata.shared
     too_much = f"{shared} bytes of shared memory, {arch.id} has {arch.shared_memory}"
-    error = None if shared <= arch.shared_memory else too_much
+    error = fault if shared <= arch.shared_memory else too_much
     return Report(*head, instruction, in_loop, in_all, registers, spills, shared, seconds, error)
 
 

@@ -58,14 +58,25 @@ def _decide(
     problem = Problem.from_tensors(q, k, v, extras, rules, return_lse=True, deterministic=saved.deterministic)
     arch = arches.of(q.device)
     strides = tuple(output_strides(t, t.shape[3]) for t in (q, k, v))
-    steps = (grad_out.stride(2), *(own[2] for own in strides))
-    problem = replace(problem, wide=problem.wide or max(steps) >= WIDE_STRIDE)
+    problem = beside(problem, grad_out, max(own[2] for own in strides))
     forward = plan(problem, arch, saved.impl)
     chosen = plan_backward(problem, arch, forward)
     copies = grad_out.stride(3) != 1 or grad_out.dtype != q.dtype
     if chosen.tile is not None and chosen.tile.descriptors:
         copies = copies or descriptor_refusal("grad_out", grad_out) is not None
     return _Decision(problem, arch, forward, chosen, _prepare(problem, chosen), strides, copies)  # type: ignore[arg-type]
+
+
+def beside(problem: Problem, grad_out: torch.Tensor, step: int = 0) -> Problem:
+    """The problem with what the gradient of the output, and gradients of row stride `step`, change of it."""
+    refusal = descriptor_refusal("grad_out", grad_out)
+    if refusal and grad_out.shape[3] * grad_out.element_size() % 16 == 0:
+        refusal = None  # a copy can be read
+    return replace(
+        problem,
+        wide=problem.wide or max(step, grad_out.stride(2)) >= WIDE_STRIDE,
+        descriptor_refusal=problem.descriptor_refusal or refusal,
+    )
 
 
 def _prepare(problem: Problem, chosen: BackwardPlan) -> Any:

@@ -1,10 +1,9 @@
 """The portable backward: kernels for every GPU that Triton compiles for, without atomics, so that the same call gives
 the same bits.
 
-`gradients.prepare` makes statistics of the rows. `attention_backward_queries` computes dQ: a program has BLOCK_M
-queries and walks the key blocks that they see. `attention_backward_keys` computes dK and dV: a program has BLOCK_N
-keys, walks the query tiles that see them, for every query head of the group, and holds its tiles turned (keys along the
-first dimension), so that P^T and dS^T go from registers into the next product. Both recompute P.
+`gradients.prepare` makes statistics of the rows. `attention_backward_queries`, here, computes dQ: a program has BLOCK_M
+queries and walks the key blocks that they see. `attention_backward_keys` (backward_keys.py) computes dK and dV. Both
+recompute P.
 
 As in the forward, the loops do not care for what is rare: a NaN or inf that hides under a weight of 0, and scores so
 large that the fused exponent is off. Both leave NaN or inf in the sums, and the tile is computed again, carefully.
@@ -35,6 +34,7 @@ class Config(NamedTuple):
     HAS_LAST: Any
     BOTTOM_RIGHT: Any
     DESCRIPTOR: Any  # q, k, v and d_out come through tensor descriptors, else through pointers
+    EXACT: Any  # the exact exponent, see softmax.recompute: float masks (rows of the lowest number), and fp32
     RELOAD: Any  # K and V of the keys' kernel come anew for each tile of queries instead of staying in registers
     PRECISION: Any
     UPCAST: Any
@@ -44,7 +44,7 @@ class Config(NamedTuple):
     LARGE_CAP: Any
     CHOOSES: Any
     BOOL_MASK: Any
-    FLOAT_MASK: Any  # its rows may be filled with the lowest number: the exact exponent, see softmax.recompute
+    FLOAT_MASK: Any
     MASK_ROWS: Any
     MASK_COLS: Any
     SCORE_MOD: Any
@@ -63,14 +63,14 @@ class Inputs(NamedTuple):
 class Tiles(NamedTuple):
     """Tensor descriptors of the same, one for each piece of the head dimension, or None."""
 
-    q: Any = (None, None)
-    k: Any = (None, None)
-    v: Any = (None, None)
-    d_out: Any = (None, None)
+    q: Any
+    k: Any
+    v: Any
+    d_out: Any
 
 
 @triton.jit
-def _deal(index, n_tiles, n_heads, together):
+def deal(index, n_tiles, n_heads, together):
     """(head, tile) of a program: `together` heads at a time, tile by tile. What they read stays in L2 then, and the
     longest tiles of a causal mask still start early."""
     of_group = together * n_tiles
@@ -81,15 +81,12 @@ def _deal(index, n_tiles, n_heads, together):
     return first + rest % size, rest // size
 
 
-# ---- dQ ----
-
-
 @triton.jit
 def _sweep_keys(q, d_out, row, inputs, tiles, stats, span, head, first_row, start, middle, resume, stop, dq, d_slope,
                 scale_log2, modifiers, config, BLOCK_N: tl.constexpr, EDGE: tl.constexpr, GUARDED: tl.constexpr):
     """Add the key blocks of [start, middle) and of [resume, stop) to dq, and to d_slope, which is empty where the
     gradient of the slopes is not wanted."""
-    EXACT: tl.constexpr = GUARDED or config.FLOAT_MASK
+    EXACT: tl.constexpr = GUARDED or config.EXACT
     DESCRIPTOR: tl.constexpr = config.DESCRIPTOR and not GUARDED
     kv_head = head // config.GROUP
     key_end = span.k_row + span.kv_len
@@ -187,16 +184,20 @@ def _guarded_queries(inputs, out, d_slopes, stats, span, head, first_row, start,
 
 
 @triton.jit(do_not_specialize=["q_len", "kv_len", "first_offset", "last_offset", "n_tiles", "n_heads", "together"])
-def attention_backward_queries(inputs, tiles, out, d_slopes, stats, scale_log2, scale, q_len, kv_len, first_offset,
-                               last_offset, n_tiles, n_heads, together, lengths, modifiers, config):
+def attention_backward_queries(inputs, q_tiles, k_tiles, v_tiles, g_tiles, q_tails, k_tails, v_tails, g_tails, out,
+                               d_slopes, stats, scale_log2, scale, q_len, kv_len, first_offset, last_offset, n_tiles,
+                               n_heads, together, lengths, modifiers, config):
     """dQ of one query tile of one head. Grid: (query heads * n_tiles, batch), or (query heads * slots, 1) if packed.
 
-    out: `memory.View` of dQ. d_slopes: `gradients.Stats` of one plane, for each row's share of the gradient of the
-    slopes, or None. scale_log2: as in `attention_forward`. scale: natural units, signed. The rest as there.
+    inputs: `Inputs`. q_tiles, ..., g_tails: the descriptors of `Tiles`, one by one; the launcher of Triton 3.6 finds
+    none inside of tuples. out: `memory.View` of dQ. d_slopes: `gradients.Stats` of one plane, for each row's share of
+    the gradient of the slopes, or None. scale_log2: as in `attention_forward`. scale: natural units, signed. The rest
+    as there.
     """
     BLOCK_M: tl.constexpr = config.BLOCK_M
     BLOCK_N: tl.constexpr = config.BLOCK_N
-    head, slot = _deal(tl.program_id(0), n_tiles, n_heads, together)
+    tiles = Tiles((q_tiles, q_tails), (k_tiles, k_tails), (v_tiles, v_tails), (g_tiles, g_tails))
+    head, slot = deal(tl.program_id(0), n_tiles, n_heads, together)
     if config.HAS_LAST:
         slot = n_tiles - 1 - slot
     span, tile = sequences.locate((slot, tl.program_id(1)), q_len, kv_len, first_offset, last_offset, lengths, BLOCK_M,
@@ -211,7 +212,7 @@ def attention_backward_queries(inputs, tiles, out, d_slopes, stats, scale_log2, 
     d_out = memory.load_pieces(inputs.d_out, tiles.d_out, span.slab, head, at, row_end, BLOCK_M, True, config,
                                config.D_V, config.DV_PIECES, config.DESCRIPTOR)
     row = gradients.load_row(stats, span, head, first_row, BLOCK_M, True, False)
-    if config.FLOAT_MASK:
+    if config.EXACT:
         pivot, rest = _exact_statistics(q, inputs, stats, span, head, first_row, start, stop, scale_log2, lengths,
                                         modifiers, config, tiles, BLOCK_N, config.DESCRIPTOR)
         row = gradients.Row(pivot, rest, row.delta)
@@ -225,112 +226,3 @@ def attention_backward_queries(inputs, tiles, out, d_slopes, stats, scale_log2, 
     if gradients.suspect(dq) > 0:
         _guarded_queries(inputs, out, d_slopes, stats, span, head, first_row, start, stop, scale_log2, scale, lengths,
                          modifiers, config)
-
-
-# ---- dK and dV ----
-
-
-@triton.jit
-def _load_keys(inputs, tiles, span, kv_head, first_col, ROWS: tl.constexpr, config, DESCRIPTOR: tl.constexpr):
-    """K and V of a program's keys."""
-    at, end = span.k_row + first_col, span.k_row + span.kv_len
-    k = memory.load_pieces(inputs.k, tiles.k, span.slab, kv_head, at, end, ROWS, True, config, config.D,
-                           config.D_PIECES, DESCRIPTOR)
-    v = memory.load_pieces(inputs.v, tiles.v, span.slab, kv_head, at, end, ROWS, True, config, config.D_V,
-                           config.DV_PIECES, DESCRIPTOR)
-    return k, v
-
-
-@triton.jit
-def _sweep_queries(keys, values, inputs, tiles, stats, span, head, first_col, start, middle, resume, stop, dk, dv,
-                   scale_log2, modifiers, config, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EDGE: tl.constexpr,
-                   GUARDED: tl.constexpr):
-    """Add the query tiles of [start, middle) and of [resume, stop) to dk and dv."""
-    EXACT: tl.constexpr = GUARDED or config.FLOAT_MASK
-    DESCRIPTOR: tl.constexpr = config.DESCRIPTOR and not GUARDED
-    row_end = span.q_row + span.q_len
-    before = (middle - start) // BLOCK_M
-    # 0, which no compiler can know: it would take a load that is the same in each round out of the loop.
-    nothing = tl.num_programs(1) // 65536
-    for i in tl.range(0, before + (stop - resume + BLOCK_M - 1) // BLOCK_M):
-        m = start + i * BLOCK_M
-        if EDGE:
-            m = tl.where(i < before, m, resume + (i - before) * BLOCK_M)
-        at = span.q_row + m
-        q = memory.load_pieces(inputs.q, tiles.q, span.slab, head, at, row_end, BLOCK_M, EDGE, config, config.D,
-                               config.D_PIECES, DESCRIPTOR)
-        d_out = memory.load_pieces(inputs.d_out, tiles.d_out, span.slab, head, at, row_end, BLOCK_M, EDGE, config,
-                                   config.D_V, config.DV_PIECES, DESCRIPTOR)
-        row = gradients.load_row(stats, span, head, m, BLOCK_M, EDGE, EXACT)
-        k, v = keys, values
-        if config.RELOAD and not GUARDED:
-            k, v = _load_keys(inputs, tiles, span, head // config.GROUP, first_col + i * nothing, BLOCK_N, config,
-                              DESCRIPTOR)
-        s = products.scores(k, q, config.PRECISION, config.UPCAST)
-        p = gradients.probabilities(s, row, modifiers, span, head, m, first_col, scale_log2, config, EDGE, EXACT, True)
-        keep = gradients.kept(modifiers, span, head, m, first_col, BLOCK_M, p.shape[0], True)
-        weight = tl.where(keep, p, 0.0) if modifiers.seed is not None else p
-        weight = products.narrow(weight, d_out[0].dtype, config.UPCAST)
-        dv = products.weighted(weight, d_out, dv, config.PRECISION, config.UPCAST, False)
-        dp = products.scores(v, d_out, config.PRECISION, config.UPCAST)
-        ds = gradients.of_scores(p, dp, keep, row, modifiers, config, EDGE, True)
-        ds = gradients.of_products(ds, s, modifiers, config)
-        ds = products.narrow(ds, q[0].dtype, config.UPCAST)
-        dk = products.weighted(ds, gradients.clean(q, GUARDED), dk, config.PRECISION, config.UPCAST, False)
-    return dk, dv
-
-
-@triton.jit
-def _finish_keys(dk, dv, d_k, d_v, span, kv_head, first_col, end, scale, modifiers, config):
-    at = span.k_row + first_col
-    growth = modifiers.growth if modifiers.seed is not None else 1.0
-    gradients.store(d_k, span, kv_head, at, span.k_row + end, dk, scale, config.D, config.D_PIECES, config)
-    gradients.store(d_v, span, kv_head, at, span.k_row + end, dv, growth, config.D_V, config.DV_PIECES, config)
-
-
-@triton.jit(noinline=True)
-def _guarded_keys(inputs, d_k, d_v, stats, span, kv_head, first_col, end, scale_log2, scale, modifiers, config):
-    """The same for dK and dV: every query, every mask."""
-    tiles = Tiles((None, None), (None, None), (None, None), (None, None))
-    for c in tl.range(0, config.BLOCK_N, GUARD_N):
-        first = first_col + c
-        k, v = _load_keys(inputs, tiles, span, kv_head, first, GUARD_N, config, False)
-        dk = gradients.zeros(GUARD_N, config.D_PIECES)
-        dv = gradients.zeros(GUARD_N, config.DV_PIECES)
-        for g in tl.range(0, config.GROUP):
-            dk, dv = _sweep_queries(k, v, inputs, tiles, stats, span, kv_head * config.GROUP + g, first, 0, 0, 0,
-                                    span.q_len, dk, dv, scale_log2, modifiers, config, GUARD_M, GUARD_N, True, True)
-        _finish_keys(dk, dv, d_k, d_v, span, kv_head, first, end, scale, modifiers, config)
-
-
-@triton.jit(do_not_specialize=["q_len", "kv_len", "first_offset", "last_offset", "n_tiles", "n_heads", "together"])
-def attention_backward_keys(inputs, tiles, d_k, d_v, stats, scale_log2, scale, q_len, kv_len, first_offset,
-                            last_offset, n_tiles, n_heads, together, lengths, modifiers, config):
-    """dK and dV of one key tile of one key head, summed over the query heads of its group in registers. Grid: (key
-    heads * n_tiles, batch), or (key heads * slots, 1) if packed. d_k, d_v: `memory.View`; the rest as above."""
-    BLOCK_M: tl.constexpr = config.BLOCK_M
-    BLOCK_N: tl.constexpr = config.BLOCK_N
-    kv_head, slot = _deal(tl.program_id(0), n_tiles, n_heads, together)
-    span, tile, end = sequences.locate_keys((slot, tl.program_id(1)), q_len, kv_len, first_offset, last_offset,
-                                            lengths, BLOCK_N, config.BOTTOM_RIGHT)
-    first_col = tile * BLOCK_N
-    start, inner_start, inner_stop, stop = bounds.q_range(first_col, tl.minimum(first_col + BLOCK_N, span.kv_len) - 1,
-                                                          span.q_len, span.first_offset, span.last_offset, BLOCK_M,
-                                                          config.HAS_FIRST, config.HAS_LAST)
-    if first_col + BLOCK_N > span.kv_len:  # keys outside: every tile needs the mask
-        inner_start = start
-        inner_stop = start
-    k, v = (), ()
-    if not config.RELOAD:
-        k, v = _load_keys(inputs, tiles, span, kv_head, first_col, BLOCK_N, config, config.DESCRIPTOR)
-    dk = gradients.zeros(BLOCK_N, config.D_PIECES)
-    dv = gradients.zeros(BLOCK_N, config.DV_PIECES)
-    for g in tl.range(0, config.GROUP):
-        head = kv_head * config.GROUP + g
-        dk, dv = _sweep_queries(k, v, inputs, tiles, stats, span, head, first_col, start, inner_start, inner_stop, stop,
-                                dk, dv, scale_log2, modifiers, config, BLOCK_M, BLOCK_N, True, False)
-        dk, dv = _sweep_queries(k, v, inputs, tiles, stats, span, head, first_col, inner_start, inner_stop, stop, stop,
-                                dk, dv, scale_log2, modifiers, config, BLOCK_M, BLOCK_N, False, False)
-    _finish_keys(dk, dv, d_k, d_v, span, kv_head, first_col, end, scale, modifiers, config)
-    if tl.maximum(gradients.suspect(dk), gradients.suspect(dv)) > 0:
-        _guarded_keys(inputs, d_k, d_v, stats, span, kv_head, first_col, end, scale_log2, scale, modifiers, config)

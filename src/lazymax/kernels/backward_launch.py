@@ -11,7 +11,7 @@ from ..backends import Half
 from ..dispatch_backward import BackwardPlan
 from ..extras import NO_EXTRAS, Extras
 from ..problem import Problem
-from . import backward, backward_mask, gradients
+from . import backward, backward_keys, backward_mask, gradients
 from .launch import (
     LOG2E,
     NO_LENGTHS,
@@ -32,7 +32,7 @@ from .memory import View
 PLANES = 4  # of gradients.Stats
 PREPARED_ROWS = 32  # of a program of gradients.prepare
 PREPARE_OPTIONS = launch_options(4, 1, None)
-NO_TILES = backward.Tiles()
+NO_TILES = (None,) * 8
 # Rows of the heads that run side by side: about what two of their tensors keep of a large L2.
 ROWS_TOGETHER = 65536
 
@@ -46,7 +46,7 @@ class _Kernel:
     grid: tuple[int, int]
     shape: tuple[int, int, int]  # tiles of a head, heads, heads side by side
     options: dict[str, Any]
-    tiles: backward.Tiles | None = None  # the descriptors of the first call
+    tiles: tuple[Any, ...] | None = None  # the descriptors of the first call
     binary: Callable[..., None] | None = None
 
 
@@ -69,6 +69,7 @@ class BackwardLaunch:
         p, tile = problem, plan.tile
         assert tile is not None
         shared = shared_config(p, plan.least_columns) | {"DESCRIPTOR": tile.descriptors}
+        shared["EXACT"] = shared["FLOAT_MASK"] or p.dtype == "float32"
         q_len, kv_len = p.packed or (p.q_len, p.kv_len)
         batches = 1 if p.packed else p.batch
 
@@ -84,7 +85,7 @@ class BackwardLaunch:
         return cls(
             problem=p,
             queries=kernel(backward.attention_backward_queries, tile.queries, by_queries, p.q_heads, q_len),
-            keys=kernel(backward.attention_backward_keys, tile.keys, by_keys, p.kv_heads, kv_len),
+            keys=kernel(backward_keys.attention_backward_keys, tile.keys, by_keys, p.kv_heads, kv_len),
             descriptors=tile.descriptors,
             scalars=(scale_log2, p.scale, q_len, kv_len, p.first_offset or 0, p.last_offset or 0),
             prepared=tuple(map(constant, (PREPARED_ROWS, shared["DV_PIECES"], p.v_head_dim, p.wide))),
@@ -102,23 +103,24 @@ class BackwardLaunch:
         lengths, modifiers = NO_LENGTHS, NO_MODIFIERS
         if extras is not NO_EXTRAS or self.problem.modified:
             lengths, modifiers = lengths_of(self.problem, extras), modifiers_of(self.problem, extras)
-        made = (backward.Inputs(*inputs), self._described(kernel, inputs), *outputs, stats)
+        made = (backward.Inputs(*inputs), *self._described(kernel, inputs), *outputs, stats)
         return (*made, *self.scalars, *kernel.shape, lengths, modifiers, kernel.config)
 
-    def _described(self, kernel: _Kernel, inputs: Sequence[View]) -> backward.Tiles:
+    def _described(self, kernel: _Kernel, inputs: Sequence[View]) -> tuple[Any, ...]:
+        """Descriptors of the first pieces of q, k, v and d_out, then of their tails."""
         if not self.descriptors:
             return NO_TILES
         if kernel.tiles is not None:
-            again = zip(kernel.tiles, inputs, strict=True)
-            return backward.Tiles(*((rebased(a, view.ptr), rebased(b, view.ptr)) for (a, b), view in again))
+            again = zip(kernel.tiles, (*inputs, *inputs), strict=True)
+            return tuple(of and rebased(of, view.ptr) for of, view in again)
         config = kernel.config
         rows, keys = config.BLOCK_M.value, config.BLOCK_N.value
         sizes = ((rows, config.D_PIECES), (keys, config.D_PIECES), (keys, config.DV_PIECES), (rows, config.DV_PIECES))
-        made = (
-            (*(describe(view.ptr, height, cols.value) for _, cols in of), None)[:2]
+        made = [
+            [*(describe(view.ptr, height, cols.value) for _, cols in of), None][:2]
             for view, (height, of) in zip(inputs, sizes, strict=True)
-        )
-        kernel.tiles = backward.Tiles(*made)
+        ]
+        kernel.tiles = (*(first for first, _ in made), *(tail for _, tail in made))
         return kernel.tiles
 
     def __call__(

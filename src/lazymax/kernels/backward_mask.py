@@ -35,7 +35,9 @@ def _of_head(inputs, stats, span, head, first_row, first_col, scale_log2, modifi
                            config.DV_PIECES, False)
     keep = gradients.kept(modifiers, span, head, first_row, first_col, BLOCK_M, BLOCK_N, False)
     dp = products.scores(d_out, v, config.PRECISION, config.UPCAST)
-    return gradients.of_scores(p, dp, keep, row, modifiers, config, True, False)
+    ds = gradients.of_scores(p, dp, keep, row, modifiers, config, True, False)
+    # Rows outside may see a key that no row inside does, and that holds NaN.
+    return tl.where((first_row + tl.arange(0, BLOCK_M) < span.q_len)[:, None], ds, 0.0)
 
 
 @triton.jit(do_not_specialize=["q_len", "kv_len", "first_offset", "last_offset", "n_cols", "n_heads", "n_batches"])

@@ -1,0 +1,118 @@
+"""The kernel of dK and dV: a program has BLOCK_N keys, walks the query tiles that see them, for every query head of the
+group, and holds its tiles turned (keys along the first dimension), so that P^T and dS^T go from registers into the next
+product. See backward.py.
+"""
+
+import triton
+import triton.language as tl
+
+from . import backward, bounds, gradients, memory, products, sequences
+
+
+@triton.jit
+def _load_keys(inputs, tiles, span, kv_head, first_col, ROWS: tl.constexpr, config, DESCRIPTOR: tl.constexpr):
+    """K and V of a program's keys."""
+    at, end = span.k_row + first_col, span.k_row + span.kv_len
+    k = memory.load_pieces(inputs.k, tiles.k, span.slab, kv_head, at, end, ROWS, True, config, config.D,
+                           config.D_PIECES, DESCRIPTOR)
+    v = memory.load_pieces(inputs.v, tiles.v, span.slab, kv_head, at, end, ROWS, True, config, config.D_V,
+                           config.DV_PIECES, DESCRIPTOR)
+    return k, v
+
+
+@triton.jit
+def _sweep_queries(keys, values, inputs, tiles, stats, span, head, first_col, start, middle, resume, stop, dk, dv,
+                   scale_log2, modifiers, config, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EDGE: tl.constexpr,
+                   GUARDED: tl.constexpr):
+    """Add the query tiles of [start, middle) and of [resume, stop) to dk and dv."""
+    EXACT: tl.constexpr = GUARDED or config.EXACT
+    DESCRIPTOR: tl.constexpr = config.DESCRIPTOR and not GUARDED
+    row_end = span.q_row + span.q_len
+    before = (middle - start) // BLOCK_M
+    # 0, which no compiler can know: it would take a load that is the same in each round out of the loop.
+    nothing = tl.num_programs(1) // 65536
+    for i in tl.range(0, before + (stop - resume + BLOCK_M - 1) // BLOCK_M):
+        m = start + i * BLOCK_M
+        if EDGE:
+            m = tl.where(i < before, m, resume + (i - before) * BLOCK_M)
+        at = span.q_row + m
+        q = memory.load_pieces(inputs.q, tiles.q, span.slab, head, at, row_end, BLOCK_M, EDGE, config, config.D,
+                               config.D_PIECES, DESCRIPTOR)
+        d_out = memory.load_pieces(inputs.d_out, tiles.d_out, span.slab, head, at, row_end, BLOCK_M, EDGE, config,
+                                   config.D_V, config.DV_PIECES, DESCRIPTOR)
+        row = gradients.load_row(stats, span, head, m, BLOCK_M, EDGE, EXACT)
+        k, v = keys, values
+        if config.RELOAD and not GUARDED:
+            k, v = _load_keys(inputs, tiles, span, head // config.GROUP, first_col + i * nothing, BLOCK_N, config,
+                              DESCRIPTOR)
+        s = products.scores(k, q, config.PRECISION, config.UPCAST)
+        p = gradients.probabilities(s, row, modifiers, span, head, m, first_col, scale_log2, config, EDGE, EXACT, True)
+        keep = gradients.kept(modifiers, span, head, m, first_col, BLOCK_M, p.shape[0], True)
+        weight = tl.where(keep, p, 0.0) if modifiers.seed is not None else p
+        weight = products.narrow(weight, d_out[0].dtype, config.UPCAST)
+        dv = products.weighted(weight, d_out, dv, config.PRECISION, config.UPCAST, False)
+        dp = products.scores(v, d_out, config.PRECISION, config.UPCAST)
+        ds = gradients.of_scores(p, dp, keep, row, modifiers, config, EDGE, True)
+        ds = gradients.of_products(ds, s, modifiers, config)
+        ds = products.narrow(ds, q[0].dtype, config.UPCAST)
+        dk = products.weighted(ds, gradients.clean(q, GUARDED), dk, config.PRECISION, config.UPCAST, False)
+    return dk, dv
+
+
+@triton.jit
+def _finish_keys(dk, dv, d_k, d_v, span, kv_head, first_col, end, scale, modifiers, config):
+    at = span.k_row + first_col
+    growth = modifiers.growth if modifiers.seed is not None else 1.0
+    gradients.store(d_k, span, kv_head, at, span.k_row + end, dk, scale, config.D, config.D_PIECES, config)
+    gradients.store(d_v, span, kv_head, at, span.k_row + end, dv, growth, config.D_V, config.DV_PIECES, config)
+
+
+@triton.jit(noinline=True)
+def _guarded_keys(inputs, d_k, d_v, stats, span, kv_head, first_col, end, scale_log2, scale, modifiers, config):
+    """Compute dK and dV of the tile once more, as `backward._guarded_queries` does dQ: every query, every mask."""
+    tiles = backward.Tiles((None, None), (None, None), (None, None), (None, None))
+    for c in tl.range(0, config.BLOCK_N, backward.GUARD_N):
+        first = first_col + c
+        k, v = _load_keys(inputs, tiles, span, kv_head, first, backward.GUARD_N, config, False)
+        dk = gradients.zeros(backward.GUARD_N, config.D_PIECES)
+        dv = gradients.zeros(backward.GUARD_N, config.DV_PIECES)
+        for g in tl.range(0, config.GROUP):
+            dk, dv = _sweep_queries(k, v, inputs, tiles, stats, span, kv_head * config.GROUP + g, first, 0, 0, 0,
+                                    span.q_len, dk, dv, scale_log2, modifiers, config, backward.GUARD_M,
+                                    backward.GUARD_N, True, True)
+        _finish_keys(dk, dv, d_k, d_v, span, kv_head, first, end, scale, modifiers, config)
+
+
+@triton.jit(do_not_specialize=["q_len", "kv_len", "first_offset", "last_offset", "n_tiles", "n_heads", "together"])
+def attention_backward_keys(inputs, q_tiles, k_tiles, v_tiles, g_tiles, q_tails, k_tails, v_tails, g_tails, d_k, d_v,
+                            stats, scale_log2, scale, q_len, kv_len, first_offset, last_offset, n_tiles, n_heads,
+                            together, lengths, modifiers, config):
+    """dK and dV of one key tile of one key head, summed over the query heads of its group in registers. Grid: (key
+    heads * n_tiles, batch), or (key heads * slots, 1) if packed. d_k, d_v: `memory.View`; the rest as above."""
+    BLOCK_M: tl.constexpr = config.BLOCK_M
+    BLOCK_N: tl.constexpr = config.BLOCK_N
+    tiles = backward.Tiles((q_tiles, q_tails), (k_tiles, k_tails), (v_tiles, v_tails), (g_tiles, g_tails))
+    kv_head, slot = backward.deal(tl.program_id(0), n_tiles, n_heads, together)
+    span, tile, end = sequences.locate_keys((slot, tl.program_id(1)), q_len, kv_len, first_offset, last_offset,
+                                            lengths, BLOCK_N, config.BOTTOM_RIGHT)
+    first_col = tile * BLOCK_N
+    start, inner_start, inner_stop, stop = bounds.q_range(first_col, tl.minimum(first_col + BLOCK_N, span.kv_len) - 1,
+                                                          span.q_len, span.first_offset, span.last_offset, BLOCK_M,
+                                                          config.HAS_FIRST, config.HAS_LAST)
+    if first_col + BLOCK_N > span.kv_len:  # keys outside: every tile needs the mask
+        inner_start = start
+        inner_stop = start
+    k, v = (), ()
+    if not config.RELOAD:
+        k, v = _load_keys(inputs, tiles, span, kv_head, first_col, BLOCK_N, config, config.DESCRIPTOR)
+    dk = gradients.zeros(BLOCK_N, config.D_PIECES)
+    dv = gradients.zeros(BLOCK_N, config.DV_PIECES)
+    for g in tl.range(0, config.GROUP):
+        head = kv_head * config.GROUP + g
+        dk, dv = _sweep_queries(k, v, inputs, tiles, stats, span, head, first_col, start, inner_start, inner_stop, stop,
+                                dk, dv, scale_log2, modifiers, config, BLOCK_M, BLOCK_N, True, False)
+        dk, dv = _sweep_queries(k, v, inputs, tiles, stats, span, head, first_col, inner_start, inner_stop, stop, stop,
+                                dk, dv, scale_log2, modifiers, config, BLOCK_M, BLOCK_N, False, False)
+    _finish_keys(dk, dv, d_k, d_v, span, kv_head, first_col, end, scale, modifiers, config)
+    if tl.maximum(gradients.suspect(dk), gradients.suspect(dv)) > 0:
+        _guarded_keys(inputs, d_k, d_v, stats, span, kv_head, first_col, end, scale_log2, scale, modifiers, config)
