@@ -139,7 +139,7 @@ def test_options_have_one_default_everywhere() -> None:
     )
     for name in of_attention.keys() & of_varlen.keys():
         assert of_attention[name] == of_varlen[name], name
-    how = {"layout", "impl", "return_lse", "rescale_threshold", "q", "k", "v"}
+    how = {"layout", "impl", "return_lse", "rescale_threshold", "deterministic", "q", "k", "v"}
     for found in (of_attention, of_varlen):
         rest = {name: default for name, default in found.items() if name not in how | {"cu_seqlens_q", "cu_seqlens_k"}}
         assert rest == {name: of_parser[name] for name in rest}

@@ -13,6 +13,7 @@ from .dispatch import MAX_BATCH, Plan, Refused, kernel_refusal
 from .problem import Problem
 
 MAX_BACKWARD_HEAD_DIM = 256
+MAX_ROWS = 65535 * 32  # the second dimension of the grid of gradients.prepare, on CUDA and HIP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,9 @@ def backward_refusal(problem: Problem, arch: Arch) -> str | None:
         return f"score_mod {problem.score_mod!r} is differentiated by torch: a Triton function has no derivative"
     if problem.batch > MAX_BATCH and not problem.packed:
         return f"takes {MAX_BATCH} batch elements at most, got {problem.batch}"
+    rows = problem.packed[0] if problem.packed else problem.q_len
+    if rows > MAX_ROWS:
+        return f"takes {MAX_ROWS} queries at most, got {rows}"
     if not all((problem.batch, problem.q_heads, *(problem.packed or (problem.q_len, problem.kv_len)))):
         return "nothing to compute: an input is empty"
     return None
