@@ -40,22 +40,28 @@ NARROW = HopperTile(
 
 COMPILED = "interpreted and compiled, not run; 2026-11-30, Triton 3.6.0 and 3.9.0"
 # 128 keys or queries of a program: 64 rows a warpgroup, so that P^T and dS^T (dS) stay in registers as operands.
-WIDE: dict[str, Any] = dict(
-    keys=Half(block_m=64, block_n=128, num_warps=8, num_stages=3),
-    queries=Half(block_m=128, block_n=64, num_warps=8, num_stages=3),
-)
 NARROW_BACKWARD: dict[str, Any] = dict(
     keys=Half(block_m=64, block_n=64, num_warps=4, num_stages=2),
     queries=Half(block_m=64, block_n=64, num_warps=4, num_stages=2),
 )
+OF_8 = f"{NEXT_DAY}: of 8 tiles at S=1024 to 16384, causal and full, one key head for each query head, dQ the best"
 BACKWARD = (
     BackwardTile(
-        **WIDE,
+        keys=Half(block_m=64, block_n=64, num_warps=4, num_stages=3),
+        queries=Half(block_m=128, block_n=64, num_warps=4, num_stages=3),
+        descriptors=True,
+        when=When(max_head_dim=64, dtypes=HALF, min_programs=0.7),
+        reason="small heads: programs of 4 warps share an SM, one multiplies while others exponentiate",
+        provenance=f"{OF_8}, dK and dV 1 to 10% behind 32x128, which spills 500 bytes with grouped heads",
+    ),
+    BackwardTile(
+        keys=Half(block_m=64, block_n=64, num_warps=4, num_stages=2),
+        queries=Half(block_m=128, block_n=64, num_warps=8, num_stages=3),
         descriptors=True,
         when=When(max_head_dim=128, dtypes=HALF, min_programs=0.7),
-        reason="dK and dV of 128 keys, or dQ of 128 queries, in registers; two tiles under way beside the one at hand. "
-        "A prototype of these sizes ran at 0.76 to 0.86 of cuDNN (D = 128)",
-        provenance=COMPILED,
+        reason="dK and dV of 64 keys on 4 warps, two programs an SM; dQ of 128 queries, two tiles under way beside the "
+        "one at hand",
+        provenance=f"{OF_8}, dK and dV too",
     ),
     BackwardTile(
         **NARROW_BACKWARD,
@@ -108,6 +114,12 @@ BACKWARD = (
     ),
 )
 BACKWARD_ALTERNATIVES = (
+    BackwardTile(
+        keys=Half(block_m=64, block_n=128, num_warps=8, num_stages=3),
+        queries=Half(block_m=128, block_n=64, num_warps=8, num_stages=3), descriptors=True,
+        when=When(max_head_dim=128, dtypes=HALF), reason="dK and dV of 128 keys in registers",
+        provenance=f"{NEXT_DAY}: dK and dV at D=128 as fast full from S=4096 on, 9 to 24% slower else",
+    ),
     BackwardTile(
         keys=Half(block_m=64, block_n=128, num_warps=8, num_stages=2),
         queries=Half(block_m=128, block_n=64, num_warps=8, num_stages=2), descriptors=True,
