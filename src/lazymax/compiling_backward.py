@@ -25,6 +25,7 @@ from .compiling import (
 from .dispatch import plan
 from .dispatch_backward import BackwardPlan, plan_backward
 from .extras import NO_EXTRAS, Extras
+from .kernels import backward_mask
 from .kernels.backward_launch import BackwardLaunch, stats_of
 from .kernels.launch import view_strides
 from .kernels.memory import View
@@ -58,15 +59,19 @@ def builds(
     def main(kernel: Any, outputs: tuple[Any, Any]) -> Callable[[], Any]:
         return build(kernel.function, lambda: launch.arguments(kernel, inputs, outputs, stats, extras), kernel.options)
 
-    return {"dkdv": main(launch.keys, (inputs[1], inputs[2])), "dq": main(launch.queries, (inputs[0], d_slopes))}
+    found = {"dkdv": main(launch.keys, (inputs[1], inputs[2])), "dq": main(launch.queries, (inputs[0], d_slopes))}
+    if extras.mask is not None and extras.mask.is_floating_point():
+        kernel = backward_mask.attention_backward_mask
+        found["dmask"] = build(kernel, lambda: launch.mask_arguments(inputs, stats, extras)[2], launch.mask_options)
+    return found
 
 
 def reports(
     problem: Problem, plan: BackwardPlan, arch: Arch, extras: Extras = NO_EXTRAS, feature: str | None = None
 ) -> Iterator[Report]:
-    """Compile one plan and measure its two main kernels."""
+    """Compile one plan and measure its two main kernels, and that of the gradient of a float mask."""
     assert plan.tile is not None
-    halves = {"dkdv": plan.tile.keys, "dq": plan.tile.queries}
+    halves = {"dkdv": plan.tile.keys, "dq": plan.tile.queries, "dmask": plan.tile.queries}
     for name, build in builds(problem, plan, arch, extras).items():
         row = f"{name}-{halves[name].name}-{'tma' if plan.tile.descriptors else 'ptr'}"
         head = (arch.id, plan.backend, row, title(problem, feature), plan.tile.tuned, triton.__version__)

@@ -155,7 +155,24 @@ class BackwardLaunch:
         return stats[gradients.DELTA.value], d_mask
 
     def _of_mask(self, inputs: Sequence[View], stats: gradients.Stats, extras: Extras) -> torch.Tensor:
-        """After the main kernels. In a tile of the sizes that dQ has."""
+        """After the main kernels."""
+        total, grid, arguments = self.mask_arguments(inputs, stats, extras)
+        kernel = backward_mask.attention_backward_mask
+        self.mask_binary = run(kernel, grid, self.mask_binary, arguments, **self.mask_options)
+        one_row, one_col = arguments[-2:]
+        if one_row.value:
+            total = total.sum(2, keepdim=True)
+        return total.sum(3, keepdim=True) if one_col.value else total
+
+    @property
+    def mask_options(self) -> dict[str, Any]:
+        return self.queries.options | {"num_stages": 1}
+
+    def mask_arguments(
+        self, inputs: Sequence[View], stats: gradients.Stats, extras: Extras
+    ) -> tuple[torch.Tensor, tuple[int, int, int], tuple[Any, ...]]:
+        """(sums, grid, arguments) of `attention_backward_mask`, in tiles of the sizes that dQ has. The sums are the
+        mask's gradient, but that of one row (column) for all queries (keys) has one for each tile of them."""
         mask, p, config = extras.mask, self.problem, self.queries.config
         assert mask is not None
         batches, heads, one_row, one_col = (n == 1 for n in mask.shape)
@@ -168,14 +185,7 @@ class BackwardLaunch:
             tiles[1], *summed, lengths_of(p, extras), modifiers_of(p, extras),
             config._replace(DESCRIPTOR=constant(False)), constant(one_row), constant(one_col),
         )  # fmt: skip
-        grid = (tiles[0] * tiles[1], mask.shape[1], mask.shape[0])
-        options = self.queries.options | {"num_stages": 1}
-        self.mask_binary = run(
-            backward_mask.attention_backward_mask, grid, self.mask_binary, arguments, **options
-        )
-        if one_row:
-            total = total.sum(2, keepdim=True)
-        return total.sum(3, keepdim=True) if one_col else total
+        return total, (tiles[0] * tiles[1], mask.shape[1], mask.shape[0]), arguments
 
 
 def stats_of(t: torch.Tensor) -> gradients.Stats:

@@ -13,9 +13,9 @@ from typing import Any
 from .. import HALF, Backend, BackwardTile, Half, Tile, When
 from .rows import SinglewaveTile, WmmaTile
 
+COMPILED_BACKWARD = "compiled only, not run; 2026-11-30, Triton 3.6.0 and 3.9.0"
 EMULATED = "emulated, not run on hardware"
 PRICED = "emulated and priced 2026-11-29 with Triton 3.6.0 and 3.9.0"
-COMPILED = "compiled only, not run; 2026-11-30, Triton 3.6.0 and 3.9.0"
 EXECUTED = "executed in the emulator at one shape, 2026-11-29, Triton 3.6.0 and 3.9.0; not searched further"
 
 FP16, BF16 = ("float16",), ("bfloat16",)
@@ -111,28 +111,28 @@ BACKEND = Backend(
     ),
     backward=(
         BackwardTile(
-            keys=Half(block_m=16, block_n=64, num_warps=8, num_stages=1),
-            queries=Half(block_m=64, block_n=32, num_warps=4, num_stages=1), when=When(max_head_dim=64, dtypes=HALF),
-            reason="no spills; on half the waves dK and dV spill 32 registers",
-            provenance=COMPILED,
+            keys=Half(block_m=16, block_n=64, num_warps=8, num_stages=1, reload=True),
+            queries=Half(block_m=64, block_n=16, num_warps=4, num_stages=1), when=When(max_head_dim=64, dtypes=HALF),
+            reason="no spills on Triton 3.6 and 3.9; dK and dV 20 with K and V in registers, dQ 83 with 32 keys (3.9)",
+            provenance=COMPILED_BACKWARD,
         ),
         BackwardTile(
             keys=Half(block_m=16, block_n=32, num_warps=8, num_stages=1, reload=True),
             queries=Half(block_m=32, block_n=16, num_warps=8, num_stages=1), when=When(max_head_dim=128, dtypes=HALF),
-            reason="K and V of 32 keys in registers beside dK and dV spill 195",
-            provenance=COMPILED,
+            reason="31 and 28 spills of dK and dV (Triton 3.6, 3.9), 195 with K and V in registers; dQ 0 and 102",
+            provenance=COMPILED_BACKWARD,
         ),
         BackwardTile(
             keys=Half(block_m=16, block_n=16, num_warps=8, num_stages=1, reload=True),
             queries=Half(block_m=32, block_n=16, num_warps=8, num_stages=1), when=When(dtypes=HALF),
             reason="head dim 256: the least of what spills",
-            provenance=COMPILED,
+            provenance=COMPILED_BACKWARD,
         ),
         BackwardTile(
             keys=Half(block_m=16, block_n=16, num_warps=4, num_stages=1),
             queries=Half(block_m=16, block_n=16, num_warps=4, num_stages=1),
             reason="fp32 products run on the vector unit, operands in registers",
-            provenance=COMPILED,
+            provenance=COMPILED_BACKWARD,
         ),
     ),
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from .. import HALF, Backend, BackwardTile, Half, Tile, When
 
+COMPILED_BACKWARD = "compiled only, not run; 2026-11-30, Triton 3.6.0"
 COMPILED = "compiled only, not run; 2026-11-29, Triton 3.6.0 and 3.9.0"
 
 # 32 rows a wave where LDS allows: with fewer, Triton repeats part of Q K^T (64x64x128 on 4 waves: 48 mfma, not 32).
@@ -32,25 +33,25 @@ BACKEND = Backend(
             keys=Half(block_m=32, block_n=64, num_warps=4, num_stages=1),
             queries=Half(block_m=64, block_n=32, num_warps=4, num_stages=1), when=When(max_head_dim=64, dtypes=HALF),
             reason="no spills: 284 and 196 of 512 registers",
-            provenance=COMPILED,
+            provenance=COMPILED_BACKWARD,
         ),
         BackwardTile(
             keys=Half(block_m=16, block_n=64, num_warps=4, num_stages=1),
             queries=Half(block_m=64, block_n=32, num_warps=4, num_stages=1), when=When(max_head_dim=128, dtypes=HALF),
             reason="no spills: 320 and 296 registers; 32 queries a tile take 353",
-            provenance=COMPILED,
+            provenance=COMPILED_BACKWARD,
         ),
         BackwardTile(
             keys=Half(block_m=16, block_n=32, num_warps=4, num_stages=1),
             queries=Half(block_m=32, block_n=16, num_warps=4, num_stages=1), when=When(dtypes=HALF),
             reason="head dim 256: no spills, 328 and 288 registers",
-            provenance=COMPILED,
+            provenance=COMPILED_BACKWARD,
         ),
         BackwardTile(
             keys=Half(block_m=16, block_n=16, num_warps=4, num_stages=1),
             queries=Half(block_m=16, block_n=16, num_warps=4, num_stages=1),
             reason="fp32 products run on the vector unit, operands in registers",
-            provenance=COMPILED,
+            provenance=COMPILED_BACKWARD,
         ),
     ),
 )  # fmt: skip

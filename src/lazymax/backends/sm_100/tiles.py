@@ -4,6 +4,7 @@ has the rungs and what each does."""
 from .. import HALF, Backend, BackwardTile, Half, Tile, When
 from .rows import BlackwellTile
 
+COMPILED_BACKWARD = "compiled only, not run; 2026-11-30, Triton 3.6.0"
 SEARCHED = "compiled only, not run; searched 2026-11-29 with Triton 3.6.0 and 3.9.0: 0 spills"
 COMPILED = "compiled only, not run; 2026-11-29, Triton 3.6.0 and 3.9.0"
 
@@ -98,37 +99,37 @@ BACKEND = Backend(
             queries=Half(block_m=128, block_n=64, num_warps=8, num_stages=2), descriptors=True,
             when=When(max_head_dim=128, dtypes=HALF),
             reason="the sums lie in tensor memory: 183 and 127 registers, no spills, two stages in 165 and 149 KB",
-            provenance=COMPILED,
+            provenance=COMPILED_BACKWARD,
         ),
         BackwardTile(
             keys=Half(block_m=64, block_n=64, num_warps=4, num_stages=1),
             queries=Half(block_m=64, block_n=64, num_warps=4, num_stages=1), when=When(max_head_dim=128, dtypes=HALF),
             reason="strides that no tensor descriptor can express",
-            provenance=COMPILED,
+            provenance=COMPILED_BACKWARD,
         ),
         BackwardTile(
             keys=Half(block_m=64, block_n=64, num_warps=8, num_stages=1),
             queries=Half(block_m=64, block_n=64, num_warps=8, num_stages=1), descriptors=True, when=When(dtypes=HALF),
             reason="head dim 256: no spills, 131 KB",
-            provenance=COMPILED,
+            provenance=COMPILED_BACKWARD,
         ),
         BackwardTile(
             keys=Half(block_m=32, block_n=32, num_warps=4, num_stages=1),
             queries=Half(block_m=32, block_n=32, num_warps=4, num_stages=1), when=When(dtypes=HALF),
             reason="head dim 256 by pointers, on mma: 16 bytes spilled",
-            provenance=COMPILED,
+            provenance=COMPILED_BACKWARD,
         ),
         BackwardTile(
             keys=Half(block_m=16, block_n=16, num_warps=4, num_stages=1),
             queries=Half(block_m=32, block_n=16, num_warps=8, num_stages=1), when=When(max_head_dim=128),
             reason="fp32 products run on the vector unit, operands in registers",
-            provenance=COMPILED,
+            provenance=COMPILED_BACKWARD,
         ),
         BackwardTile(
             keys=Half(block_m=16, block_n=16, num_warps=8, num_stages=1),
             queries=Half(block_m=16, block_n=16, num_warps=8, num_stages=1),
             reason="fp32 at head dim 256: dQ spills 280 bytes",
-            provenance=COMPILED,
+            provenance=COMPILED_BACKWARD,
         ),
     ),
 )  # fmt: skip

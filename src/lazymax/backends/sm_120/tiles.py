@@ -5,6 +5,7 @@ Newer than sm_100 and unlike it: no tcgen05, no tensor memory, less than half of
 
 from .. import HALF, Backend, BackwardTile, Half, Tile, When
 
+COMPILED_BACKWARD = "compiled for sm_89 only, not run; 2026-11-30"
 COMPILED = "compiled only, not run; 2026-11-29, Triton 3.6.0 and 3.9.0"
 
 BACKEND = Backend(
@@ -40,31 +41,31 @@ BACKEND = Backend(
             keys=Half(block_m=32, block_n=64, num_warps=4, num_stages=2),
             queries=Half(block_m=64, block_n=32, num_warps=4, num_stages=2), when=When(max_head_dim=64, dtypes=HALF),
             reason="the same as sm_89 because the instruction (mma) and the budget (99 KB) are the same",
-            provenance=COMPILED,
+            provenance=COMPILED_BACKWARD,
         ),
         BackwardTile(
             keys=Half(block_m=64, block_n=64, num_warps=8, num_stages=2),
             queries=Half(block_m=64, block_n=64, num_warps=8, num_stages=2), when=When(max_head_dim=128, dtypes=HALF),
             reason="the same as sm_89 because the instruction (mma) and the budget (99 KB) are the same",
-            provenance=COMPILED,
+            provenance=COMPILED_BACKWARD,
         ),
         BackwardTile(
             keys=Half(block_m=32, block_n=32, num_warps=8, num_stages=1),
             queries=Half(block_m=32, block_n=32, num_warps=8, num_stages=1), when=When(dtypes=HALF),
             reason="the same as sm_89 because the instruction (mma) and the budget (99 KB) are the same",
-            provenance=COMPILED,
+            provenance=COMPILED_BACKWARD,
         ),
         BackwardTile(
             keys=Half(block_m=16, block_n=16, num_warps=4, num_stages=1),
             queries=Half(block_m=32, block_n=16, num_warps=8, num_stages=1), when=When(max_head_dim=128),
             reason="fp32 products run on the vector unit, operands in registers",
-            provenance=COMPILED,
+            provenance=COMPILED_BACKWARD,
         ),
         BackwardTile(
             keys=Half(block_m=16, block_n=16, num_warps=8, num_stages=1),
             queries=Half(block_m=16, block_n=16, num_warps=8, num_stages=1),
             reason="fp32 at head dim 256: dQ spills 280 bytes",
-            provenance=COMPILED,
+            provenance=COMPILED_BACKWARD,
         ),
     ),
 )  # fmt: skip

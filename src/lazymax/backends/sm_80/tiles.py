@@ -2,6 +2,7 @@
 
 from .. import HALF, Backend, BackwardTile, Half, Tile, When
 
+COMPILED_BACKWARD = "compiled only, not run; 2026-11-30, Triton 3.6.0"
 COMPILED = "compiled only, not run; 2026-11-29, Triton 3.6.0 and 3.9.0"
 
 # block_m is at least the head dim where that fits: Triton spreads the warps of P V along the rows only then, and
@@ -41,31 +42,31 @@ BACKEND = Backend(
             keys=Half(block_m=32, block_n=64, num_warps=4, num_stages=2),
             queries=Half(block_m=64, block_n=32, num_warps=4, num_stages=2), when=When(max_head_dim=64, dtypes=HALF),
             reason="K and V, or Q and dO, stay in registers; twice the queries (keys) of a tile spill 8 to 24 bytes",
-            provenance=COMPILED,
+            provenance=COMPILED_BACKWARD,
         ),
         BackwardTile(
             keys=Half(block_m=64, block_n=64, num_warps=8, num_stages=2),
             queries=Half(block_m=64, block_n=64, num_warps=8, num_stages=2), when=When(max_head_dim=128, dtypes=HALF),
             reason="no spills, 74 KB: two programs share an SM",
-            provenance=COMPILED,
+            provenance=COMPILED_BACKWARD,
         ),
         BackwardTile(
             keys=Half(block_m=32, block_n=64, num_warps=8, num_stages=1),
             queries=Half(block_m=64, block_n=32, num_warps=8, num_stages=1), when=When(dtypes=HALF),
             reason="head dim 256: no spills, 115 and 98 KB",
-            provenance=COMPILED,
+            provenance=COMPILED_BACKWARD,
         ),
         BackwardTile(
             keys=Half(block_m=16, block_n=16, num_warps=4, num_stages=1),
             queries=Half(block_m=32, block_n=16, num_warps=8, num_stages=1), when=When(max_head_dim=128),
             reason="fp32 products run on the vector unit, operands in registers",
-            provenance=COMPILED,
+            provenance=COMPILED_BACKWARD,
         ),
         BackwardTile(
             keys=Half(block_m=16, block_n=16, num_warps=8, num_stages=1),
             queries=Half(block_m=16, block_n=16, num_warps=8, num_stages=1),
             reason="fp32 at head dim 256: dQ spills 280 bytes",
-            provenance=COMPILED,
+            provenance=COMPILED_BACKWARD,
         ),
     ),
 )  # fmt: skip

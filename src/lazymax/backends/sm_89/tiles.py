@@ -2,6 +2,7 @@
 
 from .. import HALF, Backend, BackwardTile, Half, Tile, When
 
+COMPILED_BACKWARD = "compiled only, not run; 2026-11-30, Triton 3.6.0"
 COMPILED = "compiled only, not run; 2026-11-29, Triton 3.6.0 and 3.9.0"
 
 # Data-centre tiles ask for 105 KB and more (pytorch#133254); every row here stays below 70 KB of the 99.
@@ -37,31 +38,31 @@ BACKEND = Backend(
             keys=Half(block_m=32, block_n=64, num_warps=4, num_stages=2),
             queries=Half(block_m=64, block_n=32, num_warps=4, num_stages=2), when=When(max_head_dim=64, dtypes=HALF),
             reason="the same as sm_80: 25 and 25 KB",
-            provenance=COMPILED,
+            provenance=COMPILED_BACKWARD,
         ),
         BackwardTile(
             keys=Half(block_m=64, block_n=64, num_warps=8, num_stages=2),
             queries=Half(block_m=64, block_n=64, num_warps=8, num_stages=2), when=When(max_head_dim=128, dtypes=HALF),
             reason="the same as sm_80: 74 KB of the 99, one program an SM",
-            provenance=COMPILED,
+            provenance=COMPILED_BACKWARD,
         ),
         BackwardTile(
             keys=Half(block_m=32, block_n=32, num_warps=8, num_stages=1),
             queries=Half(block_m=32, block_n=32, num_warps=8, num_stages=1), when=When(dtypes=HALF),
             reason="head dim 256: the row of sm_80 needs 115 KB, with half the keys it fits",
-            provenance=COMPILED,
+            provenance=COMPILED_BACKWARD,
         ),
         BackwardTile(
             keys=Half(block_m=16, block_n=16, num_warps=4, num_stages=1),
             queries=Half(block_m=32, block_n=16, num_warps=8, num_stages=1), when=When(max_head_dim=128),
             reason="fp32 products run on the vector unit, operands in registers",
-            provenance=COMPILED,
+            provenance=COMPILED_BACKWARD,
         ),
         BackwardTile(
             keys=Half(block_m=16, block_n=16, num_warps=8, num_stages=1),
             queries=Half(block_m=16, block_n=16, num_warps=8, num_stages=1),
             reason="fp32 at head dim 256: dQ spills 280 bytes",
-            provenance=COMPILED,
+            provenance=COMPILED_BACKWARD,
         ),
     ),
 )  # fmt: skip
