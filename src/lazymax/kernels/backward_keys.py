@@ -31,9 +31,7 @@ def _sweep_queries(keys, values, inputs, tiles, stats, span, head, first_col, st
     before = (middle - start) // BLOCK_M
     # 0, which no compiler can know: it would take a load that is the same in each round out of the loop.
     nothing = tl.num_programs(1) // 65536
-    # Without a band only the last queries are an edge: loads ahead would cost registers (64 bytes spilled on sm_90).
-    STAGES: tl.constexpr = 1 if EDGE and not config.HAS_FIRST and not config.HAS_LAST else None
-    for i in tl.range(0, before + (stop - resume + BLOCK_M - 1) // BLOCK_M, num_stages=STAGES):
+    for i in tl.range(0, before + (stop - resume + BLOCK_M - 1) // BLOCK_M):
         m = start + i * BLOCK_M
         if EDGE:
             m = tl.where(i < before, m, resume + (i - before) * BLOCK_M)
