@@ -246,5 +246,6 @@ BACKEND = Backend(
         ),
     ),
     backward=BACKWARD,
+    backward_level="run on H200",
     backward_alternatives=BACKWARD_ALTERNATIVES,
 )  # fmt: skip
