@@ -1,5 +1,6 @@
 """The kernel of sm_100 in the Gluon simulator and through ptxas; runs in a `gluon_sim.Worker`, where Triton builds."""
 
+import re
 import subprocess
 from dataclasses import replace
 from typing import Any
@@ -13,12 +14,13 @@ from simulators.gluon_sim import Options, activate
 from simulators.sm_100 import Loop, disassemble, hot_loops
 
 from lazymax import arch as arches
-from lazymax.backends import registry
+from lazymax.backends import Tile, registry
 from lazymax.backends.sm_100.launch import BlackwellLaunch
 from lazymax.backends.sm_100.rows import BlackwellTile
 from lazymax.compat.tritons import release
 from lazymax.compiling import compile_plan
 from lazymax.dispatch import plan
+from lazymax.kernels.launch import ForwardLaunch
 from lazymax.problem import Problem, output_strides
 from lazymax.testing import check_attention
 
@@ -62,6 +64,27 @@ PAIRED = (
     Call((1, 2, 1, 520, 300), {"rescale_threshold": 0.0}, "rising"),
     Call((2, 1, 1, 390, 260), {"scale": -0.2}, "step"),
 )
+# The portable kernel in roles that Triton makes, and calls for full bands of one length, then for others.
+BY_ROLES = [row for row in registry()["sm_100"].forward if row.warp_specialize]
+FULL = (
+    Call((1, 2, 1, 140, 700), {}, "rising", "bshd"),
+    Call((1, 1, 1, 130, 640), {"scale": -0.2}, "large"),  # no block is cut
+    Call((1, 3, 1, 260, 90)),  # no block is whole
+    Call((1, 1, 1, 100, 300), {}, "huge"),
+    Call((1, 1, 1, 130, 500), {}, "visible", "padded"),
+    Call((2, 2, 1, 70, 390), {"rescale_threshold": 0.0}, "step"),
+)
+BANDED = (
+    Call((1, 2, 1, 260, 500), CAUSAL, "rising", "bshd"),
+    Call((2, 1, 1, 390, 200), CAUSAL),
+    Call((1, 1, 1, 140, 500), {"window": (200, 30), "window_align": "bottom_right", "scale": -0.2}, "rising", "padded"),
+    Call((1, 2, 1, 260, 420), CAUSAL | {"window": (130, None)}, "large"),
+    Call((1, 1, 1, 140, 200), CAUSAL, "huge"),
+    Call((1, 1, 1, 300, 300), {"causal": "top_left"}, "hidden", "bshd"),
+    Call((2, 1, 1, 5, 520), {}, "step", lengths=(500, 3)),
+    Call((2, 2, 1, 70, 390), {"rescale_threshold": 0.0}, "rising", lengths=(0, 390)),
+    Call((2, 2, 1, 140, 300), CAUSAL, "step", lengths=(300, 70)),
+)
 LONG = (
     Call((1, 3, 1, 520, 1300), CAUSAL, "rising"),
     Call((2, 2, 2, 390, 900), {"window": (300, 10), "window_align": "bottom_right"}, "large", "bshd"),
@@ -97,6 +120,26 @@ def seeds(row: BlackwellTile, dtype: str, of: list[int], calls: tuple[Call, ...]
     return schedules.failures(run, row.when.archs[0], of, calls)
 
 
+def by_roles(row: Tile, dtype: str, of: list[int]) -> list[str]:
+    """What went wrong with a row of the portable kernel that Triton parts among roles, in its own TTGIR for sm_100."""
+    calls = FULL if row.when.causal is False else BANDED
+
+    def run(options: Options) -> tuple[bool, str]:
+        dim = (row.when.head_dims or (64,))[0]
+        (q, k, v), extras, problem = calls[options.seed % len(calls)].inputs((dim, dim), DTYPES[dtype], options.seed)
+        made = plan(problem, arches.by_name("sm_100"))
+        launch = ForwardLaunch.prepare(problem, replace(made, tile=row, rescale=row.rescale))
+        out = torch.empty_strided(q.shape, output_strides(q, dim), dtype=q.dtype).fill_(torch.nan)
+        lse = torch.full(q.shape[:3], torch.nan)
+        with activate(options) as session:
+            launch(q, k, v, out, lse, extras)
+        assert "ttg.warp_specialize" in session.reports[0].program.ttgir, "no roles"
+        budgets = check_attention(out, lse, q, k, v, problem, extras)
+        return all(b.ok for b in budgets), "; ".join(map(str, budgets))
+
+    return schedules.failures(run, "sm_100", of, calls)
+
+
 def mutants(row: BlackwellTile, of: list[int]) -> tuple[int, list[str]]:
     """(how many, what survived): every synchronisation of the kernel dropped or weakened once."""
     calls = PAIRED if row.pair else CALLS
@@ -119,6 +162,29 @@ def assembled(row: BlackwellTile, dtype: str, rules: dict[str, Any]) -> dict[str
         "exponentials": kernel.asm["ptx"].count("ex2.approx"),
         "products": kernel.asm["ptx"].count("tcgen05.mma."),
         "of_pairs": kernel.asm["ptx"].count("tcgen05.mma.cta_group::2."),
+    }
+
+
+def assembled_roles(row: Tile, dtype: str, rules: dict[str, Any]) -> dict[str, Any]:
+    """Compile a row of the portable kernel that Triton parts among roles. loops: over key blocks, the cold path's not
+    counted; parted: those that it parted; partitions: warps of each group beside the kernel's own."""
+    arch = arches.by_name("sm_100")
+    problem = Problem.from_shape(
+        (1, 4, 4, 4096, 4096, (row.when.head_dims or (64,))[0]), dtype, return_lse=True, **rules
+    )
+    kernel = compile_plan(problem, replace(plan(problem, arch), tile=row, rescale=row.rescale), arch)
+    main = kernel.asm["ttir"].split("tt.func private")[0]
+    spills, _ = assemble(kernel.asm["ptx"], arch.id)
+    found = re.findall(r"^\s*partition\d+.*num_warps\((\d+)\)", kernel.asm["ttgir"], re.MULTILINE)
+    warps = [int(count) for count in found]
+    return {
+        "loops": main.count("scf.for"),
+        "parted": kernel.asm["ttgir"].count("ttg.warp_specialize("),
+        "partitions": [warps[i : i + 3] for i in range(0, len(warps), 3)],
+        "spills": spills,
+        "shared": kernel.metadata.shared,
+        "columns": kernel.metadata.tmem_size,
+        "products": kernel.asm["ptx"].count("tcgen05.mma."),
     }
 
 

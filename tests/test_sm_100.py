@@ -9,7 +9,7 @@ import blackwell
 import pytest
 import torch
 import triton
-from blackwell import CALLS, LONG, PAIRED, QUICK, ROWS, RUNGS
+from blackwell import BY_ROLES, CALLS, LONG, PAIRED, QUICK, ROWS, RUNGS
 from simulators.gluon_sim import Worker
 from turns import FLOOR, mine
 
@@ -19,6 +19,7 @@ from lazymax.dispatch import Explanation, plan
 from lazymax.problem import Problem
 from lazymax.testing import check_attention
 
+SHAPE = (4, 32, 8, 1024, 1024, 128)
 NAMES = [f"{row.when.archs[0]}-{row.name}" for row in ROWS]
 BANDS: tuple[dict[str, Any], ...] = ({}, {"causal": "top_left"}, {"causal": "top_left", "window": (512, None)})
 
@@ -147,7 +148,96 @@ def test_a_dropped_synchronisation_is_found(index: int, sim: Worker) -> None:
     assert count > 80 and len(survived) <= 0.05 * count, f"{len(survived)} of {count}: {survived}"
 
 
-SHAPE = (4, 32, 8, 1024, 1024, 128)
+# ---- the portable kernel in roles that Triton makes
+
+
+def role_id(index: int) -> str:
+    row = BY_ROLES[index]
+    return f"{row.when.head_dims}-{'full' if row.when.causal is False else 'others'}"
+
+
+BUILT = [i for i, row in enumerate(BY_ROLES) if not row.outdated(arches.by_name("sm_100"))]
+
+
+@pytest.mark.parametrize("index", BUILT, ids=role_id)
+def test_roles_that_triton_makes_in_the_simulator(index: int, sim: Worker) -> None:
+    """Every call; ten schedules for a row on the oldest Triton."""
+    of = list(range(10 if FLOOR else 6))
+    wrong = sim.call("blackwell:by_roles", BY_ROLES[index], "bf16", of[::2])
+    wrong += sim.call("blackwell:by_roles", BY_ROLES[index], "fp16", of[1::2])
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", BUILT, ids=role_id)
+def test_many_schedules_of_roles_that_triton_makes(index: int, sim: Worker) -> None:
+    for dtype in ("bf16", "fp16"):
+        wrong = sim.call("blackwell:by_roles", BY_ROLES[index], dtype, list(range(28)))
+        assert not wrong, "\n".join(wrong)
+
+
+def check_roles(index: int, dtype: str, rules: dict[str, Any], sim: Worker) -> None:
+    row = BY_ROLES[index]
+    report = sim.call("blackwell:assembled_roles", row, dtype, rules)
+    assert report["parted"] == report["loops"] == (3 if "window" in rules else 2), report
+    # Products, loads, and the softmax or the rescale, whichever has not the kernel's own 8 warps.
+    assert all(sorted(warps) in ([1, 2, 4], [1, 2, 8]) for warps in report["partitions"]), report
+    assert report["products"] > 0 and report["columns"] == 512 and report["spills"] == 0, f"{rules}: {report}"
+    assert report["shared"] <= arches.by_name("sm_100").shared_memory, f"{rules}: {report}"
+
+
+def test_roles_that_triton_makes_are_compiled(sim: Worker) -> None:
+    """One build on each Triton."""
+    if FLOOR:
+        check_roles(3, "bf16", BANDS[1], sim)
+    else:
+        check_roles(0, "fp16", {}, sim)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", BUILT, ids=role_id)
+def test_every_build_of_roles_that_triton_makes(index: int, sim: Worker) -> None:
+    for dtype in ("bf16", "fp16"):
+        for rules in BANDS[:1] if BY_ROLES[index].when.causal is False else BANDS[1:]:
+            check_roles(index, dtype, rules, sim)
+
+
+FEW = (1, 4, 4, 4096, 4096, 128)  # too few tiles for the backend's own kernel
+ROLE_CASES: tuple[tuple[str, tuple[int, ...], str, dict[str, Any], tuple[bool, bool]], ...] = (
+    ("full", FEW, "bf16", {}, (True, True)),
+    ("fp16, D=64", (*FEW[:5], 64), "fp16", {}, (True, True)),
+    ("decode", (1, 4, 4, 1, 4096, 128), "bf16", {}, (True, True)),
+    ("causal", FEW, "bf16", {"causal": "top_left"}, (True, False)),
+    ("window", FEW, "bf16", {"window": (1100, None)}, (True, False)),
+    ("seqlens_k", (4, 32, 8, 4096, 4096, 64), "bf16", {"seqlens_k": torch.tensor([9] * 4)}, (True, False)),
+    ("short", (1, 4, 4, 1000, 1000, 128), "bf16", {}, (False, False)),
+    ("D=96", (*FEW[:5], 96), "bf16", {}, (False, False)),
+    ("D_v", (*FEW, 64), "bf16", {}, (False, False)),
+    ("fp32", FEW, "fp32", {}, (False, False)),
+    ("mask", FEW, "bf16", {"attn_mask": torch.ones(4096) > 0}, (False, False)),
+    ("softcap", FEW, "bf16", {"softcap": 20.0}, (False, False)),
+    ("own kernel", SHAPE, "bf16", {}, (False, False)),
+)
+
+
+@pytest.mark.parametrize("case", ROLE_CASES, ids=lambda case: case[0])
+def test_where_triton_makes_roles(case: Any) -> None:
+    """(Triton 3.6, 3.9), where its pass takes the kernel without a spill."""
+    _, shape, dtype, rules, (old, new) = case
+    problem = Problem.from_shape(shape, dtype, **rules)
+    for version, roles in (("3.6.0", old), ("3.7.1", new), ("3.9.0", new)):
+        arch = replace(arches.by_name("sm_100"), triton=version)
+        chosen = plan(problem, arch)
+        assert chosen.tile is not None and chosen.tile.warp_specialize is roles
+        assert ("(warp_specialize)" in str(Explanation(problem, arch, chosen))) is roles
+    described = replace(problem, descriptor_refusal="k has stride 7")
+    for name in ("sm_90", "sm_120", "sm_80"):
+        assert not plan(problem, arches.by_name(name)).tile.warp_specialize  # type: ignore[union-attr]
+    assert not plan(described, arches.by_name("sm_100")).tile.warp_specialize  # type: ignore[union-attr]
+
+
+# ---- dispatch
+
 REFUSED: tuple[tuple[str, tuple[int, ...], str, dict[str, Any], str], ...] = (
     ("D=96", (4, 32, 8, 1024, 1024, 96), "bf16", {}, "for head dim 128, of v too, got 96"),
     ("D_v", (4, 32, 8, 1024, 1024, 128, 64), "bf16", {}, "got 128 and 64 of v"),

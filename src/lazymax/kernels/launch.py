@@ -158,6 +158,7 @@ class ForwardLaunch:
             BOTTOM_RIGHT=p.align == "bottom_right",
             DESCRIPTOR=tile.descriptors,
             BRANCH=plan.rescale == "branch",
+            WARP_SPECIALIZE=tile.warp_specialize,
             PRECISION=p.fp32_precision,
             UPCAST=tritons.interpreter_needs_upcast(p.dtype),
             WIDE=p.wide,
