@@ -52,6 +52,11 @@ def test_rows_on_the_gpu(index: int, which: int, device: str) -> None:
         assert all(b.ok for b in budgets), f"{call} {dtype}: {'; '.join(map(str, budgets))}"
 
 
+def dtype_of(index: int) -> str:
+    """One of the two on each Triton: every build takes seconds."""
+    return ("bf16", "fp16")[mine(index)]
+
+
 @pytest.mark.parametrize("index", [i for i, row in enumerate(ROWS) if not row.pair], ids=NAMES.__getitem__)
 def test_rows_in_the_simulator(index: int, sim: Worker) -> None:
     """Ten schedules and more for a row on the oldest Triton: every call, or, where only the share of exp2 differs, a
@@ -60,7 +65,7 @@ def test_rows_in_the_simulator(index: int, sim: Worker) -> None:
     of = list(range(index % 4, len(CALLS), (1 if FLOOR else 3) if row.software else 6))
     of += QUICK if FLOOR and not row.software else []
     assert not FLOOR or len(of) >= 10
-    wrong = sim.call("blackwell:seeds", row, "bf16", of[::2]) + sim.call("blackwell:seeds", row, "fp16", of[1::2])
+    wrong = sim.call("blackwell:seeds", row, dtype_of(index), of)
     assert not wrong, "\n".join(wrong)
 
 
@@ -70,11 +75,16 @@ def paired(row: blackwell.BlackwellTile) -> None:
         pytest.skip(why)
 
 
-def test_a_pair_of_ctas_in_the_simulator(sim: Worker) -> None:
-    """Half of the calls, of one build: those that want the LSE. `--slow` has the others, and the row of sm_103."""
-    row = next(row for row in ROWS if row.pair)
-    paired(row)
-    wrong = sim.call("blackwell:seeds", row, "bf16", [0, 1, 4, 5])
+PAIRS = [i for i, row in enumerate(ROWS) if row.pair]
+# Ten schedules each, of one build and of two: calls with the LSE for one row, without it for the other.
+PAIR_SEEDS = ([0, 1, 4, 5, 9, 12, 13, 17, 20, 21], [2, 6, 7, 14, 15, 22, 23, 30, 31, 39])
+
+
+@pytest.mark.parametrize("index, of", zip(PAIRS, PAIR_SEEDS, strict=True), ids=lambda x: NAMES[x] if x in PAIRS else "")
+def test_pairs_of_ctas_in_the_simulator(index: int, of: list[int], sim: Worker) -> None:
+    paired(ROWS[index])
+    assert len(of) >= 10
+    wrong = sim.call("blackwell:seeds", ROWS[index], dtype_of(index), of)
     assert not wrong, "\n".join(wrong)
 
 
@@ -100,6 +110,10 @@ def check_build(row: blackwell.BlackwellTile, dtype: str, rules: dict[str, Any],
     assert report["in_softmax"] <= (2 if "window" in rules else 0), f"{rules}: {report}"
     assert report["in_loops"] <= 5, f"{rules}: {report}"
     assert report["spills"] <= (0 if row.tuned else 300), f"{rules}: {report}"
+    # Of single warps, the correction and the softmax: 4 * 24 + 4 * 120 + 8 * 184 = 2048 for 32 threads, all there are.
+    assert report["dealt"] == [24, 120, 184], f"{rules}: {report}"
+    for role, used in report["registers"].items():
+        assert used <= {"softmax": 184, "correction": 120}.get(role, 24), f"{rules}: {report}"
 
 
 @pytest.mark.parametrize("index", range(len(ROWS)), ids=NAMES)
@@ -161,10 +175,9 @@ BUILT = [i for i, row in enumerate(BY_ROLES) if not row.outdated(arches.by_name(
 
 @pytest.mark.parametrize("index", BUILT, ids=role_id)
 def test_roles_that_triton_makes_in_the_simulator(index: int, sim: Worker) -> None:
-    """Every call; ten schedules for a row on the oldest Triton."""
-    of = list(range(10 if FLOOR else 6))
-    wrong = sim.call("blackwell:by_roles", BY_ROLES[index], "bf16", of[::2])
-    wrong += sim.call("blackwell:by_roles", BY_ROLES[index], "fp16", of[1::2])
+    """Ten schedules for a row on the oldest Triton."""
+    of = list(range(10 if FLOOR else 3))
+    wrong = sim.call("blackwell:by_roles", BY_ROLES[index], ("bf16", "fp16")[index // 2], of)
     assert not wrong, "\n".join(wrong)
 
 
