@@ -80,7 +80,9 @@ PAIRS = [i for i, row in enumerate(ROWS) if row.pair]
 PAIR_SEEDS = ([0, 1, 4, 5, 9, 12, 13, 17, 20, 21], [2, 6, 7, 14, 15, 22, 23, 30, 31, 39])
 
 
-@pytest.mark.parametrize("index, of", zip(PAIRS, PAIR_SEEDS, strict=True), ids=lambda x: NAMES[x] if x in PAIRS else "")
+@pytest.mark.parametrize(
+    "index, of", list(zip(PAIRS, PAIR_SEEDS, strict=True)), ids=lambda x: NAMES[x] if x in PAIRS else ""
+)
 def test_pairs_of_ctas_in_the_simulator(index: int, of: list[int], sim: Worker) -> None:
     paired(ROWS[index])
     assert len(of) >= 10
