@@ -147,6 +147,12 @@ def test_descriptors_only_where_every_arch_has_them(row: Row) -> None:
         assert all(arch.descriptors for arch in archs_of(registry()[row.backend]))
 
 
+@pytest.mark.parametrize("row", ROWS, ids=row_id)
+def test_a_row_that_was_only_compiled_does_not_say_more(row: Row) -> None:
+    if row.tile.provenance.startswith("compiled only"):
+        assert (row.tile.level or registry()[row.backend].level).startswith("compiled only")
+
+
 @pytest.mark.parametrize("row", [row for row in ROWS if row.tile.warp_specialize], ids=row_id)
 def test_roles_only_where_triton_makes_them(row: Row) -> None:
     """Its pass is for tensor memory and for what TMA loads, and fails on the branch form of the rescale."""

@@ -244,7 +244,10 @@ def test_where_triton_makes_roles(case: Any) -> None:
         arch = replace(arches.by_name("sm_100"), triton=version)
         chosen = plan(problem, arch)
         assert chosen.tile is not None and chosen.tile.warp_specialize is roles
-        assert ("(warp_specialize)" in str(Explanation(problem, arch, chosen))) is roles
+        text = str(Explanation(problem, arch, chosen))
+        assert ("(warp_specialize)" in text) is roles
+        simulated = roles or isinstance(chosen.tile, blackwell.BlackwellTile)
+        assert ("simulated and compiled, not run on hardware" in text) is simulated, text
     described = replace(problem, descriptor_refusal="k has stride 7")
     for name in ("sm_90", "sm_120", "sm_80"):
         assert not plan(problem, arches.by_name(name)).tile.warp_specialize  # type: ignore[union-attr]
@@ -269,6 +272,7 @@ def test_what_the_kernel_does_not_take_has_a_portable_row(case: Any) -> None:
     _, shape, dtype, rules, why = case
     chosen = plan(Problem.from_shape(shape, dtype, **rules), arches.by_name("sm_100"))
     assert chosen.backend == "sm_100" and not isinstance(chosen.tile, blackwell.BlackwellTile)
+    assert chosen.level == "compiled only, not run" or chosen.tile in BY_ROLES
     assert ROWS[0].refusal(Problem.from_shape(shape, dtype, **rules), arches.by_name("sm_100")).count(why) == 1
 
 

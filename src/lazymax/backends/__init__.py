@@ -94,6 +94,7 @@ class Tile:
     tuned: bool = False  # chosen by measurement or search on this GPU: may not spill
     reason: str  # why these numbers
     provenance: str  # device, date and Triton version of the measurement, or "compiled only, not run"
+    level: str | None = None  # how far it was proved, where that is less than its table's level
 
     @property
     def name(self) -> str:
