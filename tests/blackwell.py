@@ -98,7 +98,13 @@ MUTATED = (CALLS[0], CALLS[1], Call((1, 2, 1, 260, 700), {}, "rising"))
 QUICK = [seed for seed in range(13, 61) if seed % 13 in (1, 5, 7, 8) and seed // 2 % 2 == 0]
 
 
-def simulate(row: BlackwellTile, call: Call, dtype: str, options: Options) -> tuple[bool, str]:
+# Six heads, four at a time: their tiles come in two sections, the second a smaller one.
+SECTIONS = Call((1, 6, 3, 300, 150), CAUSAL, "rising")
+
+
+def simulate(
+    row: BlackwellTile, call: Call, dtype: str, options: Options, heads_together: int | None = None
+) -> tuple[bool, str]:
     """One call on few CTAs under the schedule of a seed, beside float64; with the kernel's own fences between proxies
     and none of the compiler's, whose search for places takes a fifth of a build's time."""
     options = replace(options, insert_fences=False)
@@ -106,6 +112,7 @@ def simulate(row: BlackwellTile, call: Call, dtype: str, options: Options) -> tu
     problem = replace(problem, return_lse=options.seed // 2 % 2 == 0)
     launch = BlackwellLaunch.of_forward(problem, row)
     launch.ctas = (2, 3, 1)[options.seed % 3]
+    launch.heads_together = heads_together or launch.heads_together
     if launch.config.CLC.value:  # they take tiles from each other only if they are there together
         options = replace(options, resident=launch.ctas)
     out = torch.empty_strided(q.shape, output_strides(q, row.head_dim), dtype=q.dtype).fill_(torch.nan)
@@ -124,6 +131,13 @@ def seeds(row: BlackwellTile, dtype: str, of: list[int], calls: tuple[Call, ...]
         return simulate(row, calls[options.seed % len(calls)], dtype, options)
 
     return schedules.failures(run, row.when.archs[0], of, calls)
+
+
+def sections(row: BlackwellTile, dtype: str, of: list[int]) -> list[str]:
+    """What went wrong where heads are dealt in sections."""
+    return schedules.failures(
+        lambda options: simulate(row, SECTIONS, dtype, options, 4), row.when.archs[0], of, (SECTIONS,)
+    )
 
 
 def by_roles(row: Tile, dtype: str, of: list[int]) -> list[str]:

@@ -69,6 +69,11 @@ def test_rows_in_the_simulator(index: int, sim: Worker) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_heads_in_sections(sim: Worker) -> None:
+    wrong = sim.call("blackwell:sections", ROWS[1], dtype_of(1), [0, 5])
+    assert not wrong, "\n".join(wrong)
+
+
 def paired(row: blackwell.BlackwellTile) -> None:
     """Skips what the installed Triton cannot build."""
     if why := row.outdated(arches.by_name(row.when.archs[0])):
