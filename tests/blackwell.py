@@ -140,20 +140,24 @@ def sections(row: BlackwellTile, dtype: str, of: list[int]) -> list[str]:
     )
 
 
-def by_roles(row: Tile, dtype: str, of: list[int]) -> list[str]:
-    """What went wrong with a row of the portable kernel that Triton parts among roles, in its own TTGIR for sm_100."""
+def by_roles(row: Tile, dtype: str, of: list[int], device: str = "cpu") -> list[str]:
+    """What went wrong with a row of the portable kernel that Triton parts among roles: on the CPU in its own TTGIR for
+    sm_100, simulated."""
     calls = FULL if row.when.causal is False else BANDED
 
     def run(options: Options) -> tuple[bool, str]:
-        dim = (row.when.head_dims or (64,))[0]
-        (q, k, v), extras, problem = calls[options.seed % len(calls)].inputs((dim, dim), DTYPES[dtype], options.seed)
+        dims = ((row.when.head_dims or (64,))[0],) * 2
+        (q, k, v), extras, problem = calls[options.seed % len(calls)].inputs(dims, DTYPES[dtype], options.seed, device)
         made = plan(problem, arches.by_name("sm_100"))
         launch = ForwardLaunch.prepare(problem, replace(made, tile=row, rescale=row.rescale))
-        out = torch.empty_strided(q.shape, output_strides(q, dim), dtype=q.dtype).fill_(torch.nan)
-        lse = torch.full(q.shape[:3], torch.nan)
-        with activate(options) as session:
+        out = torch.empty_strided(q.shape, output_strides(q, dims[1]), dtype=q.dtype, device=device).fill_(torch.nan)
+        lse = torch.full(q.shape[:3], torch.nan, device=device)
+        if device == "cpu":
+            with activate(options) as session:
+                launch(q, k, v, out, lse, extras)
+            assert "ttg.warp_specialize" in session.reports[0].program.ttgir, "no roles"
+        else:
             launch(q, k, v, out, lse, extras)
-        assert "ttg.warp_specialize" in session.reports[0].program.ttgir, "no roles"
         budgets = check_attention(out, lse, q, k, v, problem, extras)
         return all(b.ok for b in budgets), "; ".join(map(str, budgets))
 

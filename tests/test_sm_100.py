@@ -14,6 +14,7 @@ from simulators.gluon_sim import Worker
 from turns import FLOOR, mine
 
 from lazymax import arch as arches
+from lazymax.backends import registry
 from lazymax.compat import tritons
 from lazymax.dispatch import Explanation, plan
 from lazymax.problem import Problem
@@ -178,6 +179,17 @@ def role_id(index: int) -> str:
 
 
 BUILT = [i for i, row in enumerate(BY_ROLES) if not row.outdated(arches.by_name("sm_100"))]
+
+
+@pytest.mark.parametrize("index", range(len(BY_ROLES)), ids=role_id)
+def test_roles_that_triton_makes_on_the_gpu(index: int, device: str) -> None:
+    """For who has one."""
+    arch, row = arches.of(torch.device(device)), BY_ROLES[index]
+    if device != "cuda" or not registry()["sm_100"].serves(arch) or row.outdated(arch):
+        pytest.skip(f"needs sm_100 or sm_103: this is {arch.id}; {row.outdated(arch) or ''}")
+    for seed in range(28):
+        wrong = blackwell.by_roles(row, ("bf16", "fp16")[seed % 2], [seed], device)
+        assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("index", BUILT, ids=role_id)
