@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lazymax
+from lazymax.testing import make_qkv
 
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
@@ -133,6 +134,10 @@ def main() -> None:
     files = sorted([*(ROOT / "src").rglob("*.py"), *(ROOT / "docs").rglob("*.md")])
     text = torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8)
     text = text.to("cuda" if HAS_GPU else "cpu")
+    size = BATCH, HEADS, HEADS, CONTEXT, CONTEXT, HEAD_DIM
+    q, k, v = make_qkv(*size, dtype=torch.bfloat16, device=text.device)
+    plans = lazymax.explain(q, k, v, causal="top_left", show=False)
+    print(f"lazymax: {plans.plan.describe()}, backward {plans.backward.describe()}")
     losses = {name: train(attend, text, options.steps) for name, attend in RUNS.items()}
     for step in sorted({*range(0, options.steps, max(1, options.steps // 10)), options.steps - 1}):
         print(f"step {step + 1:4d}  " + "  ".join(f"{name} {values[step]:.4f}" for name, values in losses.items()))

@@ -73,10 +73,11 @@ def good_poor_and_bad() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any],
     return good.as_dict(), poor.as_dict(), bad.as_dict(), driver._active is before
 
 
-def form(rescale: Any, name: str) -> dict[str, Any]:
-    """A tile of that form of the rescaling, for the GPU of that name."""
+def form(rescale: Any, name: str, roles: str = "") -> dict[str, Any]:
+    """A tile of that form of the rescaling, for the GPU of that name. roles: warp specialisation, or not if empty."""
     tile = Tile(
-        block_m=128, block_n=64, num_warps=8, num_stages=2, rescale=rescale, reason="test", provenance="test"
+        block_m=128, block_n=64, num_warps=8, num_stages=2, rescale=rescale, descriptors=bool(roles),
+        warp_specialize=bool(roles), reason="test", provenance="test",
     )  # fmt: skip
     made = Plan(
         route="triton", backend="test", tile=tile, rescale=rescale, level="test", reason="test", rejected=()

@@ -4,8 +4,8 @@
 
 compiles each row with the Triton that is installed, counts the instructions of its loops over blocks of keys, and
 prices them (`simulators/sm_100`). Table `rows`: what runs, on sm_100. `ladder`: rung after rung, each with those before
-it. `portable`: what would run without the backend's own kernel. Priced, not run on hardware. `--write` replaces the
-rows of this Triton in the file.
+it. `portable`: what would run without the backend's own kernel, of few tiles by roles. Priced, not run on hardware.
+`--write` replaces the rows of this Triton in the file.
 """
 
 import sys
@@ -92,8 +92,12 @@ def entries() -> list[Entry]:
         if not row.pair:
             found += [Entry("ladder", name, rung, row.head_dim, "full") for name, rung in ladder(row).items()]
     for head_dim in (64, 128):
-        tile = next(row for row in table.forward if type(row) is Tile and (row.when.max_head_dim or 256) >= head_dim)
-        found += [Entry("portable", tile.name, tile, head_dim, band) for band in BANDS]
+        large = Problem.from_shape((1, 1, 1, 4096, 4096, head_dim), "bf16")
+        for roles in (False, True):
+            fitting = (row for row in table.forward if type(row) is Tile and row.warp_specialize is roles)
+            tile = next(row for row in fitting if row.when.refusal(large, ARCH, row.block_m) is None)
+            bands = ("full",) if roles else BANDS  # with a band one Triton has none
+            found += [Entry("portable", tile.name, tile, head_dim, band) for band in bands]
     return found
 
 
@@ -111,7 +115,7 @@ def texts(key: tuple[str, ...]) -> tuple[str, str]:
 
 
 def estimates(entry: Entry, kernel: sm_100.Kernel, work: sm_100.Products) -> dict[str, Any]:
-    """Of issue.py; empty for the portable rows, which have no roles."""
+    """Of issue.py; empty for the portable rows, whose roles, if they have some, it does not know."""
     names = ("period", "period_low", "period_high", "answer", "period_full_rate", "share", "fitted_share")
     if entry.table == "portable":
         return dict.fromkeys(names, "")
@@ -133,7 +137,10 @@ def price(entry: Entry) -> dict[str, Any]:
     assert not misread, f"{entry.key}: instructions in PTX and read from the machine code: {misread}"
     ctas = getattr(tile, "ctas", 1)
     work = sm_100.Products(entry.head_dim, tile.block_m // ctas, tile.block_n, ctas)
-    kernel = sm_100.kernel(code, split=getattr(tile, "split", True))
+    if tile.warp_specialize:  # without a mask and with one; a warp rescales 32 rows of 64 columns
+        kernel = sm_100.kernel(code, correcting=entry.head_dim // 64, stretches=2)
+    else:
+        kernel = sm_100.kernel(code, split=getattr(tile, "split", True))
     cost = sm_100.price(kernel, work)
     numbers = {name: round(value, 1) for name, value in asdict(cost).items()}
     return {

@@ -116,12 +116,13 @@ def test_row_is_typed_and_says_where_it_comes_from(row: Row) -> None:
     tile = row.tile
     assert isinstance(tile, Tile) and isinstance(tile.when, When)
     for name, kind in (("block_m", int), ("block_n", int), ("num_warps", int), ("num_stages", int),
-                       ("descriptors", bool), ("tuned", bool), ("reason", str), ("provenance", str)):  # fmt: skip
+                       ("descriptors", bool), ("warp_specialize", bool), ("tuned", bool), ("reason", str),
+                       ("provenance", str)):  # fmt: skip
         assert type(getattr(tile, name)) is kind, f"{name} is {getattr(tile, name)!r}"
     assert tile.rescale in ("select", "branch")
     assert tile.reason.strip() and tile.provenance.strip()
     assert tile.when.dtypes is None or set(tile.when.dtypes) <= set(KERNEL_DTYPES)
-    assert all(getattr(tile.when, name) in (None, True, False) for name in ("causal", "window", "plain"))
+    assert all(getattr(tile.when, name) in (None, True, False) for name in ("causal", "window", "plain", "ragged"))
     assert tile.when.max_head_dim is None or 1 <= tile.when.max_head_dim <= LARGEST_HEAD_DIM
 
 
@@ -144,6 +145,19 @@ def test_row_fits_the_kernel_and_the_gpu(row: Row) -> None:
 def test_descriptors_only_where_every_arch_has_them(row: Row) -> None:
     if row.tile.descriptors:
         assert all(arch.descriptors for arch in archs_of(registry()[row.backend]))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=row_id)
+def test_a_row_that_was_only_compiled_does_not_say_more(row: Row) -> None:
+    if row.tile.provenance.startswith("compiled only"):
+        assert (row.tile.level or registry()[row.backend].level).startswith("compiled only")
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.tile.warp_specialize], ids=row_id)
+def test_roles_only_where_triton_makes_them(row: Row) -> None:
+    """Its pass is for tensor memory and for what TMA loads, and fails on the branch form of the rescale."""
+    assert type(row.tile) is Tile and row.tile.descriptors and row.tile.rescale == "select" and row.tile.when.plain
+    assert {arch.matrix_unit for arch in archs_of(registry()[row.backend])} == {"tcgen05"}
 
 
 @pytest.mark.parametrize("name", [n for n, b in registry().items() if any(row.descriptors for row in b.forward)])
@@ -197,7 +211,7 @@ def test_every_row_is_reachable(name: str) -> None:
     for arch in archs_of(backend):
         for dtype in KERNEL_DTYPES:
             for dims in (*((n, n) for n in (16, 32, 64, 80, 96, 128, 160, 112, 192, 256, 320)), (192, 128), (576, 512)):
-                for length, heads in ((1, 1), (64, 2), (256, 8), (512, 32), (4096, 128)):
+                for length, heads in ((1, 1), (64, 2), (256, 8), (2048, 2), (512, 32), (4096, 128)):
                     for rules in ({}, dict(causal="top_left"), dict(causal="top_left", window=(512, None))):
                         asked = Problem.from_shape((1, heads, heads, length, length, *dims), dtype, **rules)
                         for problem in (asked, replace_refusal(asked), masked(asked), replace_refusal(masked(asked))):
@@ -233,6 +247,11 @@ CONDITIONS = (
     Condition("sinks", When(plain=True), features=dict(sinks=torch.zeros(2)), words=WITHOUT),
     Condition("lengths are plain", When(plain=True), features=dict(seqlens_k=torch.tensor([9]))),
     Condition("too plain", When(plain=False), words="for masks, mods and the like"),
+    Condition("one length", When(ragged=False)),
+    Condition("several lengths", When(ragged=False), features=dict(seqlens_k=torch.tensor([9])),
+              words="for one length of all of the batch"),
+    Condition("ragged", When(ragged=True), features=PACKED),
+    Condition("not ragged", When(ragged=True), words="for lengths that differ over the batch"),
     Condition("window inside", When(window=True), features=dict(window=(3, None))),
     Condition("window outside", When(window=True), words="for windows"),
     Condition("window unwanted", When(window=False), features=dict(window=(3, None)),

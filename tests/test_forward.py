@@ -502,7 +502,8 @@ def table_rows():
     found = {}
     for name, backend in registry().items():
         for row in filter(lambda row: type(row) is Tile, backend.forward):
-            found.setdefault((row.block_m, row.block_n, row.descriptors, row.rescale), (name, row))
+            build = (row.block_m, row.block_n, row.descriptors, row.rescale, row.warp_specialize)
+            found.setdefault(build, (name, row))
     return [pytest.param(name, row, id=f"{name}-{row.name}") for name, row in found.values()]
 
 

@@ -288,7 +288,7 @@ def test_memory_of_a_dead_barrier_is_reused(worker: Worker) -> None:
 
 
 def test_a_plain_function_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"expected a @gluon\.jit function"):
+    with pytest.raises(TypeError, match=r"expected a @gluon\.jit or @triton\.jit function"):
         gs.simulate(print, (1,))
 
 

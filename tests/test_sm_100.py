@@ -9,17 +9,19 @@ import blackwell
 import pytest
 import torch
 import triton
-from blackwell import CALLS, LONG, PAIRED, QUICK, ROWS, RUNGS
+from blackwell import BY_ROLES, CALLS, LONG, PAIRED, QUICK, ROWS, RUNGS
 from simulators.gluon_sim import Worker
 from turns import FLOOR, mine
 
 from lazymax import arch as arches
+from lazymax.backends import registry
 from lazymax.compat import tritons
 from lazymax.dispatch import plan
 from lazymax.explanation import Explanation
 from lazymax.problem import Problem
 from lazymax.testing import check_attention
 
+SHAPE = (4, 32, 8, 1024, 1024, 128)
 NAMES = [f"{row.when.archs[0]}-{row.name}" for row in ROWS]
 BANDS: tuple[dict[str, Any], ...] = ({}, {"causal": "top_left"}, {"causal": "top_left", "window": (512, None)})
 
@@ -52,6 +54,11 @@ def test_rows_on_the_gpu(index: int, which: int, device: str) -> None:
         assert all(b.ok for b in budgets), f"{call} {dtype}: {'; '.join(map(str, budgets))}"
 
 
+def dtype_of(index: int) -> str:
+    """One of the two on each Triton: every build takes seconds."""
+    return ("bf16", "fp16")[mine(index)]
+
+
 @pytest.mark.parametrize("index", [i for i, row in enumerate(ROWS) if not row.pair], ids=NAMES.__getitem__)
 def test_rows_in_the_simulator(index: int, sim: Worker) -> None:
     """Ten schedules and more for a row on the oldest Triton: every call, or, where only the share of exp2 differs, a
@@ -60,7 +67,12 @@ def test_rows_in_the_simulator(index: int, sim: Worker) -> None:
     of = list(range(index % 4, len(CALLS), (1 if FLOOR else 3) if row.software else 6))
     of += QUICK if FLOOR and not row.software else []
     assert not FLOOR or len(of) >= 10
-    wrong = sim.call("blackwell:seeds", row, "bf16", of[::2]) + sim.call("blackwell:seeds", row, "fp16", of[1::2])
+    wrong = sim.call("blackwell:seeds", row, dtype_of(index), of)
+    assert not wrong, "\n".join(wrong)
+
+
+def test_heads_in_sections(sim: Worker) -> None:
+    wrong = sim.call("blackwell:sections", ROWS[1], dtype_of(1), [0])
     assert not wrong, "\n".join(wrong)
 
 
@@ -70,11 +82,18 @@ def paired(row: blackwell.BlackwellTile) -> None:
         pytest.skip(why)
 
 
-def test_a_pair_of_ctas_in_the_simulator(sim: Worker) -> None:
-    """Half of the calls, of one build: those that want the LSE. `--slow` has the others, and the row of sm_103."""
-    row = next(row for row in ROWS if row.pair)
-    paired(row)
-    wrong = sim.call("blackwell:seeds", row, "bf16", [0, 1, 4, 5])
+PAIRS = [i for i, row in enumerate(ROWS) if row.pair]
+# Ten schedules each, of one build and of two: calls with the LSE for one row, without it for the other.
+PAIR_SEEDS = ([0, 1, 4, 5, 9, 12, 13, 17, 20, 21], [2, 6, 7, 14, 15, 22, 23, 30, 31, 39])
+
+
+@pytest.mark.parametrize(
+    "index, of", list(zip(PAIRS, PAIR_SEEDS, strict=True)), ids=lambda x: NAMES[x] if x in PAIRS else ""
+)
+def test_pairs_of_ctas_in_the_simulator(index: int, of: list[int], sim: Worker) -> None:
+    paired(ROWS[index])
+    assert len(of) >= 10
+    wrong = sim.call("blackwell:seeds", ROWS[index], dtype_of(index), of)
     assert not wrong, "\n".join(wrong)
 
 
@@ -100,6 +119,10 @@ def check_build(row: blackwell.BlackwellTile, dtype: str, rules: dict[str, Any],
     assert report["in_softmax"] <= (2 if "window" in rules else 0), f"{rules}: {report}"
     assert report["in_loops"] <= 5, f"{rules}: {report}"
     assert report["spills"] <= (0 if row.tuned else 300), f"{rules}: {report}"
+    # Of single warps, the correction and the softmax: 4 * 24 + 4 * 120 + 8 * 184 = 2048 for 32 threads, all there are.
+    assert report["dealt"] == [24, 120, 184], f"{rules}: {report}"
+    for role, used in report["registers"].items():
+        assert used <= {"softmax": 184, "correction": 120}.get(role, 24), f"{rules}: {report}"
 
 
 @pytest.mark.parametrize("index", range(len(ROWS)), ids=NAMES)
@@ -148,7 +171,109 @@ def test_a_dropped_synchronisation_is_found(index: int, sim: Worker) -> None:
     assert count > 80 and len(survived) <= 0.05 * count, f"{len(survived)} of {count}: {survived}"
 
 
-SHAPE = (4, 32, 8, 1024, 1024, 128)
+# ---- the portable kernel in roles that Triton makes
+
+
+def role_id(index: int) -> str:
+    row = BY_ROLES[index]
+    return f"{row.when.head_dims}-{'full' if row.when.causal is False else 'others'}"
+
+
+BUILT = [i for i, row in enumerate(BY_ROLES) if not row.outdated(arches.by_name("sm_100"))]
+
+
+@pytest.mark.parametrize("index", range(len(BY_ROLES)), ids=role_id)
+def test_roles_that_triton_makes_on_the_gpu(index: int, device: str) -> None:
+    """For who has one."""
+    arch, row = arches.of(torch.device(device)), BY_ROLES[index]
+    if device != "cuda" or not registry()["sm_100"].serves(arch) or row.outdated(arch):
+        pytest.skip(f"needs sm_100 or sm_103: this is {arch.id}; {row.outdated(arch) or ''}")
+    for seed in range(28):
+        wrong = blackwell.by_roles(row, ("bf16", "fp16")[seed % 2], [seed], device)
+        assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("index", BUILT, ids=role_id)
+def test_roles_that_triton_makes_in_the_simulator(index: int, sim: Worker) -> None:
+    """Ten schedules for a row on the oldest Triton."""
+    of = list(range(10 if FLOOR else 3))
+    wrong = sim.call("blackwell:by_roles", BY_ROLES[index], ("bf16", "fp16")[index // 2], of)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", BUILT, ids=role_id)
+def test_many_schedules_of_roles_that_triton_makes(index: int, sim: Worker) -> None:
+    for dtype in ("bf16", "fp16"):
+        wrong = sim.call("blackwell:by_roles", BY_ROLES[index], dtype, list(range(28)))
+        assert not wrong, "\n".join(wrong)
+
+
+def check_roles(index: int, dtype: str, rules: dict[str, Any], sim: Worker) -> None:
+    row = BY_ROLES[index]
+    report = sim.call("blackwell:assembled_roles", row, dtype, rules)
+    assert report["parted"] == report["loops"] == (3 if "window" in rules else 2), report
+    # Products, loads, and the softmax or the rescale, whichever has not the kernel's own 8 warps.
+    assert all(sorted(warps) in ([1, 2, 4], [1, 2, 8]) for warps in report["partitions"]), report
+    assert report["products"] > 0 and report["columns"] == 512 and report["spills"] == 0, f"{rules}: {report}"
+    assert report["shared"] <= arches.by_name("sm_100").shared_memory, f"{rules}: {report}"
+
+
+def test_roles_that_triton_makes_are_compiled(sim: Worker) -> None:
+    """One build on each Triton."""
+    if FLOOR:
+        check_roles(3, "bf16", BANDS[1], sim)
+    else:
+        check_roles(0, "fp16", {}, sim)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", BUILT, ids=role_id)
+def test_every_build_of_roles_that_triton_makes(index: int, sim: Worker) -> None:
+    for dtype in ("bf16", "fp16"):
+        for rules in BANDS[:1] if BY_ROLES[index].when.causal is False else BANDS[1:]:
+            check_roles(index, dtype, rules, sim)
+
+
+FEW = (1, 4, 4, 4096, 4096, 128)  # too few tiles for the backend's own kernel
+ROLE_CASES: tuple[tuple[str, tuple[int, ...], str, dict[str, Any], tuple[bool, bool]], ...] = (
+    ("full", FEW, "bf16", {}, (True, True)),
+    ("fp16, D=64", (*FEW[:5], 64), "fp16", {}, (True, True)),
+    ("decode", (1, 4, 4, 1, 4096, 128), "bf16", {}, (True, True)),
+    ("causal", FEW, "bf16", {"causal": "top_left"}, (True, False)),
+    ("window", FEW, "bf16", {"window": (1100, None)}, (True, False)),
+    ("seqlens_k", (4, 32, 8, 4096, 4096, 64), "bf16", {"seqlens_k": torch.tensor([9] * 4)}, (True, False)),
+    ("short", (1, 4, 4, 1000, 1000, 128), "bf16", {}, (False, False)),
+    ("D=96", (*FEW[:5], 96), "bf16", {}, (False, False)),
+    ("D_v", (*FEW, 64), "bf16", {}, (False, False)),
+    ("fp32", FEW, "fp32", {}, (False, False)),
+    ("mask", FEW, "bf16", {"attn_mask": torch.ones(4096) > 0}, (False, False)),
+    ("softcap", FEW, "bf16", {"softcap": 20.0}, (False, False)),
+    ("own kernel", SHAPE, "bf16", {}, (False, False)),
+)
+
+
+@pytest.mark.parametrize("case", ROLE_CASES, ids=lambda case: case[0])
+def test_where_triton_makes_roles(case: Any) -> None:
+    """(Triton 3.6, 3.9), where its pass takes the kernel without a spill."""
+    _, shape, dtype, rules, (old, new) = case
+    problem = Problem.from_shape(shape, dtype, **rules)
+    for version, roles in (("3.6.0", old), ("3.7.1", new), ("3.9.0", new)):
+        arch = replace(arches.by_name("sm_100"), triton=version)
+        chosen = plan(problem, arch)
+        assert chosen.tile is not None and chosen.tile.warp_specialize is roles
+        text = str(Explanation(problem, arch, chosen))
+        assert ("(warp_specialize)" in text) is roles
+        simulated = roles or isinstance(chosen.tile, blackwell.BlackwellTile)
+        assert ("simulated and compiled, not run on hardware" in text) is simulated, text
+    described = replace(problem, descriptor_refusal="k has stride 7")
+    for name in ("sm_90", "sm_120", "sm_80"):
+        assert not plan(problem, arches.by_name(name)).tile.warp_specialize  # type: ignore[union-attr]
+    assert not plan(described, arches.by_name("sm_100")).tile.warp_specialize  # type: ignore[union-attr]
+
+
+# ---- dispatch
+
 REFUSED: tuple[tuple[str, tuple[int, ...], str, dict[str, Any], str], ...] = (
     ("D=96", (4, 32, 8, 1024, 1024, 96), "bf16", {}, "for head dim 128, of v too, got 96"),
     ("D_v", (4, 32, 8, 1024, 1024, 128, 64), "bf16", {}, "got 128 and 64 of v"),
@@ -165,6 +290,7 @@ def test_what_the_kernel_does_not_take_has_a_portable_row(case: Any) -> None:
     _, shape, dtype, rules, why = case
     chosen = plan(Problem.from_shape(shape, dtype, **rules), arches.by_name("sm_100"))
     assert chosen.backend == "sm_100" and not isinstance(chosen.tile, blackwell.BlackwellTile)
+    assert chosen.level == "compiled only, not run" or chosen.tile in BY_ROLES
     assert ROWS[0].refusal(Problem.from_shape(shape, dtype, **rules), arches.by_name("sm_100")).count(why) == 1
 
 

@@ -158,10 +158,10 @@ def test_range_of_the_branch_rescale_fault(case: Fault) -> None:
 COMPILE = "import json, sys, compiled; print(json.dumps(compiled.form(*sys.argv[1:])))"
 
 
-def compile_form(form: str, name: str, env: dict[str, str]) -> tuple[int, dict[str, object], str]:
+def compile_form(form: str, name: str, env: dict[str, str], *more: str) -> tuple[int, dict[str, object], str]:
     """(exit code, report, stderr). A process of its own: the fault aborts it on some builds of Triton."""
     env = env | {"PYTHONPATH": os.pathsep.join((env["PYTHONPATH"], str(Path(__file__).parent)))}
-    done = subprocess.run([sys.executable, "-c", COMPILE, form, name], env=env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", COMPILE, form, name, *more], env=env, capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     return done.returncode, json.loads(lines[-1]) if lines else {}, done.stderr
 
@@ -182,6 +182,15 @@ def test_branch_rescale_compiles_for_tensor_memory_exactly_where_the_range_says(
 def test_select_rescale_compiles_for_tensor_memory_everywhere(compiler: Any) -> None:
     report = compiler.call("compiled:form", "select", "sm_100")
     assert report["error"] is None and report["in_loop"], report
+
+
+def test_warp_specialization_still_fails_on_the_branch_form(clean_env: dict[str, str]) -> None:
+    """When it compiles, rows of sm_100 may have both."""
+    if tritons.branch_rescale_fault(str(tritons.triton_version()), "tcgen05"):
+        pytest.skip("here the branch form fails by itself")
+    code, report, stderr = compile_form("branch", "sm_100", clean_env, "roles")
+    assert code != 0 or "PassManager" in str(report["error"]), report
+    assert "AutomaticWarpSpecialization" in stderr, stderr[-2000:]
 
 
 def test_cluster_launch_control_is_where_it_is_said_to_be() -> None:

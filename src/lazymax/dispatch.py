@@ -150,7 +150,7 @@ def _triton_plan(
         notes.append(f"key blocks that no pair needs are skipped: listed first, for {listed}")
     rejected.append(Refused("reference", f"{name} takes the problem"))
     return Plan(
-        route="triton", backend=name, tile=tile, rescale=rescale, level=backend.level_on(arch),
+        route="triton", backend=name, tile=tile, rescale=rescale, level=tile.level or backend.level_on(arch),
         reason=tile.reason, rejected=tuple(rejected), notes=tuple(notes), listed=listed is not None,
         least_columns=tritons.least_columns(arch.matrix_unit),
     )  # fmt: skip

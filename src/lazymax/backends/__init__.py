@@ -38,6 +38,7 @@ class When:
     causal: bool | None = None  # the band has a right bound
     window: bool | None = None  # the band has a left bound
     plain: bool | None = None  # see `Problem.plain`: nothing but a band and a length
+    ragged: bool | None = None  # lengths are in device memory: seqlens_k or packed sequences
     min_programs: float | None = None  # programs of this row's size per multiprocessor
     min_keys: int | None = None  # that a query can see, see `Problem.reach`
     archs: tuple[str, ...] | None = None  # some of the table's
@@ -64,6 +65,8 @@ class When:
             return "for windows" if self.window else "for problems without a left bound"
         if self.plain is not None and self.plain != problem.plain:
             return "for problems without masks, mods and the like" if self.plain else "for masks, mods and the like"
+        if self.ragged is not None and self.ragged != problem.ragged:
+            return "for lengths that differ over the batch" if self.ragged else "for one length of all of the batch"
         if self.min_keys is not None and problem.reach < self.min_keys:
             return f"for {self.min_keys} keys of a query and more, got {problem.reach}"
         if programs is None:
@@ -85,22 +88,30 @@ class Tile:
     max_registers: int | None = None  # per thread, so that more programs share a multiprocessor (NVIDIA only)
     descriptors: bool = False  # q, k and v through tensor descriptors (TMA)
     rescale: str = "select"  # form of the lazy rescale: "select" or "branch", see kernels/softmax.py
+    warp_specialize: bool = False  # Triton gives loads, products, softmax and rescale of a loop warps of their own
     since: tuple[int, ...] = ()  # the first Triton that can build it, of those that are supported
+    before: tuple[int, ...] = ()  # the first that builds it worse, or was not tried
     when: When = field(default_factory=When)
     tuned: bool = False  # chosen by measurement or search on this GPU: may not spill
     reason: str  # why these numbers
     provenance: str  # device, date and Triton version of the measurement, or "compiled only, not run"
+    level: str | None = None  # how far it was proved, where that is less than its table's level
 
     @property
     def name(self) -> str:
         loads = "tma" if self.descriptors else "ptr"
         registers = f"-r{self.max_registers}" if self.max_registers else ""
-        return f"{self.block_m}x{self.block_n}-w{self.num_warps}-s{self.num_stages}{registers}-{loads}-{self.rescale}"
+        roles = "-ws" if self.warp_specialize else ""
+        warps = f"w{self.num_warps}-s{self.num_stages}{registers}{roles}"
+        return f"{self.block_m}x{self.block_n}-{warps}-{loads}-{self.rescale}"
 
     def describe(self, rescale: str) -> str:
         """One line for `explain`. rescale: the form in use."""
+        warps = f"{self.num_warps} warps"
+        if self.warp_specialize:
+            warps += " and those of other roles, parted by Triton (warp_specialize)"
         return (
-            f"{self.block_m} queries x {self.block_n} keys, {self.num_warps} warps, {self.num_stages} stages, "
+            f"{self.block_m} queries x {self.block_n} keys, {warps}, {self.num_stages} stages, "
             f"loads by {'descriptor' if self.descriptors else 'pointer'}, rescale by {rescale}"
         )
 
@@ -115,8 +126,8 @@ class Tile:
         return ForwardLaunch.prepare(problem, plan)
 
     def outdated(self, arch: Arch) -> str | None:
-        """Why the Triton at hand cannot build the row, or None."""
-        return outdated_on(self.since, arch)
+        """Why the row is not for the Triton at hand, or None."""
+        return outdated_on(self.since, arch, self.before)
 
     def refusal(self, problem: Problem, arch: Arch) -> str | None:
         """Why this row cannot take the problem on this GPU, or None."""
@@ -197,10 +208,13 @@ class BackwardTile:
         return self.when.refusal(problem, arch, self.queries.block_m, programs)
 
 
-def outdated_on(since: tuple[int, ...], arch: Arch) -> str | None:
-    """Why the Triton at hand cannot build a row, or None."""
-    if since and release(arch.triton or "0") < since:
+def outdated_on(since: tuple[int, ...], arch: Arch, before: tuple[int, ...] = ()) -> str | None:
+    """Why a row is not for the Triton at hand, or None."""
+    version = release(arch.triton or "0")
+    if since and version < since:
         return f"for Triton {'.'.join(map(str, since))} and newer, this is {arch.triton or 'none'}"
+    if before and version >= before:
+        return f"for Triton older than {'.'.join(map(str, before))}, this is {arch.triton}"
     return None
 
 

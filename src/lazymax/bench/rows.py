@@ -76,7 +76,7 @@ def _plan(backend: str, row: Tile, problem: Problem, arch: Arch, planned: Plan) 
     branch = row.rescale == "branch" and not tritons.branch_rescale_fault(arch.triton or "", arch.matrix_unit)
     return replace(
         planned, backend=backend, tile=row, rescale="branch" if branch else "select", rejected=(), notes=(),
-        level=registry()[backend].level_on(arch), reason=row.reason,
+        level=row.level or registry()[backend].level_on(arch), reason=row.reason,
         listed=lists_blocks(problem, row) is not None,
     )  # fmt: skip
 

@@ -33,6 +33,7 @@ class Config(NamedTuple):
     BOTTOM_RIGHT: Any  # alignment of the band and of ALiBi
     DESCRIPTOR: Any  # q, k and v come through tensor descriptors, else through pointers
     BRANCH: Any  # form of the lazy rescale, see softmax.step
+    WARP_SPECIALIZE: Any  # Triton gives loads and products of the loop warps of their own
     PRECISION: Any  # of fp32 products: "ieee" or "tf32"
     UPCAST: Any  # see products.dot
     WIDE: Any  # see memory.tile_pointers
@@ -62,7 +63,7 @@ def _sweep(q_tile, k, v, k_tiles, v_tiles, blocks, span, head, first_row, start,
     STEP: tl.constexpr = 1 if LISTED else BLOCK_N
     kv_head = head // config.GROUP
     key_end = span.k_row + span.kv_len
-    for at in tl.range(start, stop, STEP):
+    for at in tl.range(start, stop, STEP, warp_specialize=config.WARP_SPECIALIZE and not GUARDED):
         n = at
         if LISTED:
             n = tl.load(blocks + at) * BLOCK_N

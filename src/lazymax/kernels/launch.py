@@ -213,6 +213,7 @@ class ForwardLaunch:
             BLOCK_N=tile.block_n,
             DESCRIPTOR=tile.descriptors,
             BRANCH=plan.rescale == "branch",
+            WARP_SPECIALIZE=tile.warp_specialize,
             STORE_LSE=p.return_lse,
             LISTED=plan.listed,
             **shared_config(p, plan.least_columns),

@@ -13,6 +13,7 @@ from unittest import mock
 
 import numpy as np
 from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.runtime.jit import JITFunction
 
 from .arguments import marshal
 from .errors import ResourceError, SimError, Unsupported
@@ -128,7 +129,7 @@ class Session:
 
 @contextlib.contextmanager
 def activate(options: Options | None = None) -> Iterator[Session]:
-    """Inside the block `kernel[grid](...)` of any Gluon kernel runs on the simulator."""
+    """Inside the block `kernel[grid](...)` of any kernel runs on the simulator."""
     session = Session(options or Options())
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
@@ -136,5 +137,5 @@ def activate(options: Options | None = None) -> Iterator[Session]:
             raise Unsupported("warmup under the simulator")
         session.reports.append(simulate(self, grid, *args, options=session.options, **kwargs))
 
-    with mock.patch.object(GluonJITFunction, "run", run):
+    with mock.patch.object(GluonJITFunction, "run", run), mock.patch.object(JITFunction, "run", run):
         yield session

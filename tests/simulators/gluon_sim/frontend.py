@@ -2,6 +2,7 @@
 
 The IR that is simulated is the TTGIR that the real compiler would go on to lower: constexpr evaluation,
 aggregates, `static_range`, inlining, layout inference and every front-end or verifier error come from Triton.
+Of a `@triton.jit` kernel it is what all of Triton's passes make, barriers and partitions of warps included.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from typing import Any
 import triton
 from triton._C.libtriton import ir, nvidia, passes
 from triton.backends.compiler import GPUTarget
-from triton.compiler.compiler import make_backend
+from triton.compiler.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
-from triton.runtime.jit import create_function_from_signature
+from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from .errors import SimError, Unsupported
 from .mlir import Module
@@ -74,11 +75,14 @@ def lower_call(
     fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: str, *, physical_alloc: bool, insert_fences: bool
 ) -> Bound:
     """Specialise `fn` on `args` exactly as Triton's launcher would, and lower it (cached)."""
-    if not isinstance(fn, GluonJITFunction):
+    if not isinstance(fn, JITFunction):
         raise TypeError(
-            f"kernel: expected a @gluon.jit function, got {type(fn).__name__}; where TRITON_INTERPRET is set, "
-            "Triton makes none: use a fresh process (simulators.gluon_sim.Worker)"
+            f"kernel: expected a @gluon.jit or @triton.jit function, got {type(fn).__name__}; where TRITON_INTERPRET "
+            "is set, Triton makes none: use a fresh process (simulators.gluon_sim.Worker)"
         )
+    written = isinstance(fn, GluonJITFunction)
+    if not written:
+        kwargs = kwargs | {"debug": False}  # what would run
     backend = make_backend(TARGETS[target].gpu)
     binder = create_function_from_signature(fn.signature, fn.params, backend)
     bound, spec, _ = binder(*args, **kwargs)
@@ -88,7 +92,7 @@ def lower_call(
         raise Unsupported(f"clusters: {fn.__name__} is launched with num_ctas={options.num_ctas} for {target}")
     key = (fn, target, repr(spec), repr(constexprs), repr(options), physical_alloc, insert_fences)
     if key not in _cache:
-        source = GluonASTSource(fn, signature, constexprs, attrs)
+        source = (GluonASTSource if written else ASTSource)(fn, signature, constexprs, attrs)
         _cache[key] = _lower(fn.__name__, source, options, backend, target, physical_alloc, insert_fences)
     runtime = [(n, v, s[0]) for (n, v), s in zip(bound.items(), spec, strict=True)]
     return Bound(_cache[key], runtime, dict(bound))
@@ -105,12 +109,18 @@ def _lower(
     mod = source.make_ir(gpu, options, codegen, backend.get_module_map(), context)
     if not mod.verify():
         raise SimError(f"{name}: Triton's verifier rejected the kernel (its message is on stderr)")
-    mod = backend.gluon_to_ttgir(mod, {}, options, gpu.arch)
+    compiled = not isinstance(source, GluonASTSource)
+    if compiled:
+        metadata: dict[str, Any] = {}
+        mod = backend.make_ttgir(backend.make_ttir(mod, metadata, options, gpu.arch), metadata, options, gpu.arch)
+    else:
+        mod = backend.gluon_to_ttgir(mod, {}, options, gpu.arch)
     _late_passes(mod, gpu.arch, physical_alloc, insert_fences, options.num_ctas)
     pretty = str(mod.str_nodebug())
     shared = mod.get_int_attr("ttg.shared") if physical_alloc else None
     tmem = mod.get_int_attr("ttg.tensor_memory_size") if physical_alloc else None
     module = parse_module(_generic_text(mod, context), options.num_ctas)
+    module.compiled = compiled
     return Program(name, module, pretty, options.num_warps, shared, tmem)
 
 

@@ -101,6 +101,7 @@ class Module:
     n_slots: int
     files: dict[str, str]  # basename -> path of each source file
     ctas: int = 1  # of a program
+    compiled: bool = False  # barriers are Triton's own: it puts no fence between the making of one and its use by TMA
 
     @property
     def entry(self) -> Op:

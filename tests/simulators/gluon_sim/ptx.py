@@ -134,7 +134,7 @@ class Machine:
             return
         old = self.regs.get(name)
         if old is None or active.all():
-            self.regs[name] = np.broadcast_to(value, self.shape)
+            self.regs[name] = value if value.shape == self.shape else np.broadcast_to(value, self.shape)
         else:
             self.regs[name] = np.where(active, value, old)
 

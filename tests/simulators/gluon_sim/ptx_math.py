@@ -26,7 +26,8 @@ def bits_of(x: Any) -> Bits:
 def _ftz(x: Any, mods: Mods) -> Any:
     if "ftz" not in mods:
         return x
-    return np.where(np.abs(x) < np.float32(2.0**-126), np.copysign(np.float32(0), x), x)
+    small = np.abs(x) < np.float32(2.0**-126)
+    return np.where(small, np.copysign(np.float32(0), x), x) if small.any() else x
 
 
 def _round(exact: npt.NDArray[np.float64], mods: Mods) -> npt.NDArray[np.float32]:

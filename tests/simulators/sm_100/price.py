@@ -39,6 +39,7 @@ class Kernel:
     products: Loop
     correction: Loop | None = None
     loads: Loop | None = None
+    correcting: int = 1  # warps of the correction that a quarter has
 
     @property
     def whole(self) -> bool:
@@ -69,9 +70,10 @@ def hot_loops(text: str) -> dict[str, list[Loop]]:
     return {name: sorted(of, key=lambda loop: (len(loop.instructions), loop.address)) for name, of in inner.items()}
 
 
-def kernel(text: str, warps: int = 2, split: bool = True) -> Kernel:
+def kernel(text: str, warps: int = 2, split: bool = True, correcting: int = 1, stretches: int = 1) -> Kernel:
     """From the output of nvdisasm. warps: of the softmax, on each quarter of a multiprocessor. split: a correction
-    rescales O."""
+    rescales O, with `correcting` warps of a quarter. stretches: how often the roles part, each time with loops of their
+    own; that of the shortest step of the softmax counts."""
     found = hot_loops(text)
     steps = found.get("softmax") or found.get("whole")
     if not steps:
@@ -82,10 +84,11 @@ def kernel(text: str, warps: int = 2, split: bool = True) -> Kernel:
     if "softmax" not in found:
         return Kernel(softmax, masked, steps[0])
     one = {name: found.get(name, []) for name in ("products", "correction", "loads") if split or name != "correction"}
-    if any(len(of) != 1 for of in one.values()):
+    if any(len(of) != stretches for of in one.values()):
         counted = ", ".join(f"{len(of)} of {name}" for name, of in one.items())
-        raise ValueError(f"sm_100: expected one loop of each role beside the softmax, got {counted}")
-    return Kernel(softmax, masked, **{name: of[0] for name, of in one.items()})
+        number = "one loop" if stretches == 1 else f"{stretches} loops"
+        raise ValueError(f"sm_100: expected {number} of each role beside the softmax, got {counted}")
+    return Kernel(softmax, masked, **{name: of[0] for name, of in one.items()}, correcting=correcting)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +158,8 @@ def price(of: Kernel, work: Products) -> Price:
     always = [clocks(loop.always if of.jumps else loop.instructions) for loop in of.softmax]
     most = [clocks(loop.instructions) for loop in of.softmax]
     if correction:
-        always, most = [*always, clocks(correction.always)], [*most, clocks(correction.instructions)]
+        always += [clocks(correction.always)] * of.correcting
+        most += [clocks(correction.instructions)] * of.correcting
     each, every = _added(always), _added(most)
     others = [loop for loop in (of.products, of.loads) if loop and not of.whole]
     tmem = each["tmem_load"] + each["tmem_store"]

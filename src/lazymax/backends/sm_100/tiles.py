@@ -5,6 +5,7 @@ from .. import HALF, Backend, BackwardTile, Half, Tile, When
 from .rows import BlackwellTile
 
 COMPILED_BACKWARD = "compiled only, not run; 2026-11-30, Triton 3.6.0"
+ONLY_COMPILED = "compiled only, not run"
 SEARCHED = "compiled only, not run; searched 2026-11-29 with Triton 3.6.0 and 3.9.0: 0 spills"
 COMPILED = "compiled only, not run; 2026-11-29, Triton 3.6.0 and 3.9.0"
 
@@ -48,6 +49,39 @@ OWN = (
     ),
 )  # fmt: skip
 
+# The portable kernel in roles that Triton makes (warp_specialize): a warp for products, two for loads, 8 for softmax
+# and 4 or 8 for rescale. Its pass fails on the branch form; with masks, mods and pointers it was not tried.
+ROLES = (
+    "few programs leave one for a multiprocessor, whose loads, products and softmax take turns unless each has a role "
+    "(warp_specialize); not called tuned: no GPU has run it"
+)
+ROLES_FULL = f"{SIMULATED}: 0 spills"
+ROLES_BAND = (
+    "simulated and compiled, not run; 2026-11-30, Triton 3.6.0: 0 spills; with a band or seqlens_k 3.9.0 spills 24 to "
+    "156 bytes, 3.7 and 3.8 were not tried"
+)
+UNTRIED = (3, 7)
+BY_ROLES = (
+    Tile(
+        block_m=128, block_n=128, num_warps=8, num_stages=3, descriptors=True, warp_specialize=True,
+        when=When(head_dims=(64,), dtypes=HALF, plain=True, causal=False, window=False, ragged=False, min_keys=1024),
+        reason=ROLES, provenance=ROLES_FULL,
+    ),
+    Tile(
+        block_m=128, block_n=128, num_warps=8, num_stages=3, descriptors=True, warp_specialize=True, before=UNTRIED,
+        when=When(head_dims=(64,), dtypes=HALF, plain=True, min_keys=1024), reason=ROLES, provenance=ROLES_BAND,
+    ),
+    Tile(
+        block_m=128, block_n=128, num_warps=8, num_stages=2, descriptors=True, warp_specialize=True,
+        when=When(head_dims=(128,), dtypes=HALF, plain=True, causal=False, window=False, ragged=False, min_keys=1024),
+        reason=ROLES, provenance=ROLES_FULL,
+    ),
+    Tile(
+        block_m=128, block_n=128, num_warps=8, num_stages=2, descriptors=True, warp_specialize=True, before=UNTRIED,
+        when=When(head_dims=(128,), dtypes=HALF, plain=True, min_keys=1024), reason=ROLES, provenance=ROLES_BAND,
+    ),
+)  # fmt: skip
+
 # The portable kernel: S and O lie in tensor memory, so the registers hold one block of P and what passes through them.
 # The branch form of the rescale saves the round trip of O through registers; below Triton 3.9 it degrades to select.
 BACKEND = Backend(
@@ -55,42 +89,45 @@ BACKEND = Backend(
     level="simulated and compiled, not run on hardware",
     forward=(
         *OWN,
+        *BY_ROLES,
         Tile(
             block_m=128, block_n=128, num_warps=8, num_stages=3, descriptors=True, rescale="branch", tuned=True,
             when=When(max_head_dim=64, dtypes=HALF, plain=True),
             reason="one M=128 instruction a product; three stages of K and V in 113 KB",
-            provenance=f"{SEARCHED}, 165 and 160 registers",
+            provenance=f"{SEARCHED}, 165 and 160 registers", level=ONLY_COMPILED,
         ),
         Tile(
             block_m=128, block_n=128, num_warps=8, num_stages=2, descriptors=True, rescale="branch", tuned=True,
             when=When(max_head_dim=128, dtypes=HALF, plain=True),
             reason="260 instructions for 64 keys against 432 of 128x64; two stages in 161 KB",
-            provenance=f"{SEARCHED}, 189 and 184 registers",
+            provenance=f"{SEARCHED}, 189 and 184 registers", level=ONLY_COMPILED,
         ),
         Tile(
             block_m=128, block_n=128, num_warps=8, num_stages=2, descriptors=True, rescale="branch",
             when=When(max_head_dim=128, dtypes=HALF),
             reason="masks, mods and the like: no spills with one of them, 1120 bytes with all at once on 3.6.0, so not "
-            "called tuned", provenance=COMPILED,
+            "called tuned", provenance=COMPILED, level=ONLY_COMPILED,
         ),
         Tile(
             block_m=128, block_n=64, num_warps=8, num_stages=2, descriptors=True, rescale="branch",
             when=When(dtypes=HALF),
             reason="head dim 256: two stages in 193 KB of 227; 128 keys would need 258 KB for K and V alone",
-            provenance=COMPILED,
+            provenance=COMPILED, level=ONLY_COMPILED,
         ),
         Tile(
             block_m=64, block_n=32, num_warps=4, num_stages=1, when=When(dtypes=HALF),
             reason="strides that no tensor descriptor can express: by pointers, the row of any GPU",
-            provenance=COMPILED,
+            provenance=COMPILED, level=ONLY_COMPILED,
         ),
         Tile(
             block_m=32, block_n=16, num_warps=4, num_stages=1, when=When(max_head_dim=128),
             reason="the same as sm_80: fp32 runs on the vector unit, with as many registers", provenance=COMPILED,
+            level=ONLY_COMPILED,
         ),
         Tile(
             block_m=32, block_n=16, num_warps=8, num_stages=1,
             reason="the same as sm_80: fp32 at head dim 256, its 50 KB fit here too", provenance=COMPILED,
+            level=ONLY_COMPILED,
         ),
     ),
     backward=(

@@ -30,6 +30,7 @@ def _init_barrier(op: Op, exe: Executable) -> Fn:
         if old is not None:
             raise BarrierError(f"mbarrier.init of {view.label}, which already is the mbarrier {old.label}")
         made = Access("w", view, th, "mbarrier.init", op.loc)
+        made.fenced = exe.module.compiled
         view.space.access(made)
         bar = MBarrier(th.cta, view.label, arrivals, made)
         bar.address = view.address
