@@ -14,7 +14,7 @@ from calls import SIEVE, TILT, moved, normal, sieve_reference, tilt_reference
 from lazymax.backends import Tile
 from lazymax.dispatch import Plan
 from lazymax.kernels import scores, sequences
-from lazymax.kernels.launch import ForwardLaunch
+from lazymax.kernels.launch import ForwardLaunch, modifiers_of
 from lazymax.options import parse_options
 from lazymax.problem import Problem
 from lazymax.testing import EPS, within_budget
@@ -90,7 +90,7 @@ class Call:
         row = Tile(block_m=ROWS, block_n=COLS, num_warps=4, num_stages=1, reason="test", provenance="test")
         plan = Plan(route="triton", backend="test", tile=row, rescale="select", level="", reason="", rejected=())
         launch = ForwardLaunch.prepare(problem, plan)
-        return launch._modifiers(extras), launch.config, problem
+        return modifiers_of(problem, extras), launch.config, problem
 
 
 @triton.jit
