@@ -3,8 +3,8 @@ through small tiles.
 
 How many: 300 examples by default, `--fuzz-examples N` for N. On a GPU examples keep their size and shards their build,
 as in test_fuzz.py, and as there the seed is a new one unless `--hypothesis-seed` gives it. With --slow only, for one in
-some 500 examples is over the budget, on a GPU by up to a third, and it is not known yet whether the kernels or the
-budget are to blame, see docs/notes/backward.md.
+some 500 examples is over the budget, which knows an output of its own instead of that which the kernels had: see
+docs/notes/backward.md.
 """
 
 import random
