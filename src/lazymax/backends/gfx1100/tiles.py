@@ -6,8 +6,8 @@ others; theirs were not, and the emulator is of gfx1151, so no row here is calle
 
 from dataclasses import replace
 
-from .. import HALF, Backend, BackwardTile, Half, Tile, When
-from ..gfx1151.tiles import WMMA
+from .. import HALF, Backend, Tile, When
+from ..gfx1151.tiles import BACKWARD, WMMA
 
 COMPILED_BACKWARD = "compiled for gfx1151 only, not run; 2026-11-30"
 COMPILED = "compiled only, not run; on gfx1151, 2026-11-29"
@@ -44,30 +44,5 @@ BACKEND = Backend(
             reason="the same as gfx1151 because the vector unit and its 256 registers are", provenance=COMPILED,
         ),
     ),
-    backward=(
-        BackwardTile(
-            keys=Half(block_m=16, block_n=64, num_warps=8, num_stages=1, reload=True),
-            queries=Half(block_m=64, block_n=16, num_warps=4, num_stages=1), when=When(max_head_dim=64, dtypes=HALF),
-            reason="no spills on Triton 3.6 and 3.9; dK and dV 20 with K and V in registers, dQ 83 with 32 keys (3.9)",
-            provenance=COMPILED_BACKWARD,
-        ),
-        BackwardTile(
-            keys=Half(block_m=16, block_n=32, num_warps=8, num_stages=1, reload=True),
-            queries=Half(block_m=32, block_n=16, num_warps=8, num_stages=1), when=When(max_head_dim=128, dtypes=HALF),
-            reason="31 and 28 spills of dK and dV (Triton 3.6, 3.9), 195 with K and V in registers; dQ 0 and 102",
-            provenance=COMPILED_BACKWARD,
-        ),
-        BackwardTile(
-            keys=Half(block_m=16, block_n=16, num_warps=8, num_stages=1, reload=True),
-            queries=Half(block_m=32, block_n=16, num_warps=8, num_stages=1), when=When(dtypes=HALF),
-            reason="head dim 256: the least of what spills",
-            provenance=COMPILED_BACKWARD,
-        ),
-        BackwardTile(
-            keys=Half(block_m=16, block_n=16, num_warps=4, num_stages=1),
-            queries=Half(block_m=16, block_n=16, num_warps=4, num_stages=1),
-            reason="fp32 products run on the vector unit, operands in registers",
-            provenance=COMPILED_BACKWARD,
-        ),
-    ),
+    backward=tuple(replace(row, provenance=COMPILED_BACKWARD) for row in BACKWARD),
 )  # fmt: skip

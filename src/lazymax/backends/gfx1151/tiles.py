@@ -74,6 +74,33 @@ FRAGMENTS = (
          fragments=True, value_lds=False),
 )  # fmt: skip
 
+BACKWARD = (
+    BackwardTile(
+        keys=Half(block_m=16, block_n=64, num_warps=8, num_stages=1, reload=True),
+        queries=Half(block_m=64, block_n=16, num_warps=4, num_stages=1), when=When(max_head_dim=64, dtypes=HALF),
+        reason="no spills on Triton 3.6 and 3.9; dK and dV 20 with K and V in registers, dQ 83 with 32 keys (3.9)",
+        provenance=COMPILED_BACKWARD,
+    ),
+    BackwardTile(
+        keys=Half(block_m=16, block_n=32, num_warps=8, num_stages=1, reload=True),
+        queries=Half(block_m=32, block_n=16, num_warps=8, num_stages=1), when=When(max_head_dim=128, dtypes=HALF),
+        reason="31 and 28 spills of dK and dV (Triton 3.6, 3.9), 195 with K and V in registers; dQ 0 and 102",
+        provenance=COMPILED_BACKWARD,
+    ),
+    BackwardTile(
+        keys=Half(block_m=16, block_n=16, num_warps=8, num_stages=1, reload=True),
+        queries=Half(block_m=32, block_n=16, num_warps=8, num_stages=1), when=When(dtypes=HALF),
+        reason="head dim 256: the least of what spills",
+        provenance=COMPILED_BACKWARD,
+    ),
+    BackwardTile(
+        keys=Half(block_m=16, block_n=16, num_warps=4, num_stages=1),
+        queries=Half(block_m=16, block_n=16, num_warps=4, num_stages=1),
+        reason="fp32 products run on the vector unit, operands in registers",
+        provenance=COMPILED_BACKWARD,
+    ),
+)  # fmt: skip
+
 BACKEND = Backend(
     archs=("gfx1151",),
     level=EMULATED,
@@ -109,32 +136,7 @@ BACKEND = Backend(
             reason="fp32 at head dim 256: 585 spills on Triton 3.6, not searched further", provenance=EXECUTED,
         ),
     ),
-    backward=(
-        BackwardTile(
-            keys=Half(block_m=16, block_n=64, num_warps=8, num_stages=1, reload=True),
-            queries=Half(block_m=64, block_n=16, num_warps=4, num_stages=1), when=When(max_head_dim=64, dtypes=HALF),
-            reason="no spills on Triton 3.6 and 3.9; dK and dV 20 with K and V in registers, dQ 83 with 32 keys (3.9)",
-            provenance=COMPILED_BACKWARD,
-        ),
-        BackwardTile(
-            keys=Half(block_m=16, block_n=32, num_warps=8, num_stages=1, reload=True),
-            queries=Half(block_m=32, block_n=16, num_warps=8, num_stages=1), when=When(max_head_dim=128, dtypes=HALF),
-            reason="31 and 28 spills of dK and dV (Triton 3.6, 3.9), 195 with K and V in registers; dQ 0 and 102",
-            provenance=COMPILED_BACKWARD,
-        ),
-        BackwardTile(
-            keys=Half(block_m=16, block_n=16, num_warps=8, num_stages=1, reload=True),
-            queries=Half(block_m=32, block_n=16, num_warps=8, num_stages=1), when=When(dtypes=HALF),
-            reason="head dim 256: the least of what spills",
-            provenance=COMPILED_BACKWARD,
-        ),
-        BackwardTile(
-            keys=Half(block_m=16, block_n=16, num_warps=4, num_stages=1),
-            queries=Half(block_m=16, block_n=16, num_warps=4, num_stages=1),
-            reason="fp32 products run on the vector unit, operands in registers",
-            provenance=COMPILED_BACKWARD,
-        ),
-    ),
+    backward=BACKWARD,
 )  # fmt: skip
 
 SEED = When(head_dims=(64, 80, 96, 128), dtypes=HALF)
