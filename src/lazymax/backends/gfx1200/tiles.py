@@ -5,7 +5,7 @@ Q, K and V take half the registers that they take on RDNA3, so blocks are twice 
 
 from .. import HALF, Backend, BackwardTile, Half, Tile, When
 
-COMPILED_BACKWARD = "compiled only, not run; 2026-11-30, Triton 3.6.0"
+COMPILED_BACKWARD = "compiled only, not run; 2026-11-30, Triton 3.6.0 and 3.9.0"
 COMPILED = "compiled only, not run; 2026-11-29, Triton 3.6.0 and 3.9.0"
 
 # num_stages stays at 1: Triton's pipeliner is wrong above 2 on RDNA (triton#9815), and 2 costs registers.
@@ -38,19 +38,19 @@ BACKEND = Backend(
         BackwardTile(
             keys=Half(block_m=16, block_n=64, num_warps=8, num_stages=1, reload=True),
             queries=Half(block_m=64, block_n=16, num_warps=4, num_stages=1), when=When(max_head_dim=64, dtypes=HALF),
-            reason="no spills on Triton 3.6 and 3.9; dK and dV 20 with K and V in registers, dQ 83 with 32 keys (3.9)",
+            reason="no spills, causal; the tiles of gfx1151, whose registers these are",
             provenance=COMPILED_BACKWARD,
         ),
         BackwardTile(
             keys=Half(block_m=16, block_n=32, num_warps=8, num_stages=1, reload=True),
             queries=Half(block_m=32, block_n=16, num_warps=8, num_stages=1), when=When(max_head_dim=128, dtypes=HALF),
-            reason="31 and 28 spills of dK and dV (Triton 3.6, 3.9), 195 with K and V in registers; dQ 0 and 102",
+            reason="no spills, causal; the tiles of gfx1151",
             provenance=COMPILED_BACKWARD,
         ),
         BackwardTile(
             keys=Half(block_m=16, block_n=16, num_warps=8, num_stages=1, reload=True),
             queries=Half(block_m=32, block_n=16, num_warps=8, num_stages=1), when=When(dtypes=HALF),
-            reason="head dim 256: the least of what spills",
+            reason="head dim 256: dK and dV spill 15 and 3 registers (Triton 3.6, 3.9), causal",
             provenance=COMPILED_BACKWARD,
         ),
         BackwardTile(
