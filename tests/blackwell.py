@@ -9,7 +9,7 @@ import schedules
 import torch
 import triton
 from hopper import CAUSAL, DTYPES, Call
-from ptxas import assemble
+from ptxas import assembled as by_ptxas
 from simulators.gluon_sim import Options, activate
 from simulators.sm_100 import Loop, disassemble, hot_loops
 from simulators.sm_100.sass import registers_used
@@ -19,7 +19,7 @@ from lazymax.backends import Tile, registry
 from lazymax.backends.sm_100.launch import BlackwellLaunch
 from lazymax.backends.sm_100.rows import BlackwellTile
 from lazymax.compat.tritons import release
-from lazymax.compiling import compile_plan
+from lazymax.compiling import compile_plan, launcher_fault
 from lazymax.dispatch import plan
 from lazymax.kernels.launch import ForwardLaunch
 from lazymax.problem import Problem, output_strides
@@ -177,13 +177,14 @@ def assembled(row: BlackwellTile, dtype: str, rules: dict[str, Any]) -> dict[str
     thread for which a role's warps ask when they part, and those of the correction."""
     arch = arches.by_name(row.when.archs[0])
     problem = Problem.from_shape((4, 32, 8, 4096, 4096, row.head_dim), dtype, return_lse=True, **rules)
-    kernel = compile_plan(problem, replace(plan(problem, arch), tile=row), arch)
-    spills, _ = assemble(kernel.asm["ptx"], arch.id)
+    chosen = replace(plan(problem, arch), tile=row)
+    kernel, spills, _ = by_ptxas(lambda: compile_plan(problem, chosen, arch))
     return {
         "spills": spills,
         **hot(kernel.asm["cubin"], arch.id),
         "dealt": sorted({int(count) for count in re.findall(r"setmaxnreg\S+\s+(\d+)", kernel.asm["ptx"])} - BETWEEN),
         "shared": kernel.metadata.shared,
+        "fault": launcher_fault(kernel),
         "columns": kernel.metadata.tmem_size,
         "exponentials": kernel.asm["ptx"].count("ex2.approx"),
         "products": kernel.asm["ptx"].count("tcgen05.mma."),
@@ -198,9 +199,9 @@ def assembled_roles(row: Tile, dtype: str, rules: dict[str, Any]) -> dict[str, A
     problem = Problem.from_shape(
         (1, 4, 4, 4096, 4096, (row.when.head_dims or (64,))[0]), dtype, return_lse=True, **rules
     )
-    kernel = compile_plan(problem, replace(plan(problem, arch), tile=row, rescale=row.rescale), arch)
+    chosen = replace(plan(problem, arch), tile=row, rescale=row.rescale)
+    kernel, spills, _ = by_ptxas(lambda: compile_plan(problem, chosen, arch))
     main = kernel.asm["ttir"].split("tt.func private")[0]
-    spills, _ = assemble(kernel.asm["ptx"], arch.id)
     found = re.findall(r"^\s*partition\d+.*num_warps\((\d+)\)", kernel.asm["ttgir"], re.MULTILINE)
     warps = [int(count) for count in found]
     return {

@@ -14,6 +14,9 @@ from lazymax.kernels.launch import ForwardLaunch
 from lazymax.problem import Problem
 from lazymax.testing import check_attention, make_qkv, poisoned
 
+# Backends whose own kernels are compiled, and executed or simulated, by test_gfx1151.py, test_sm_90.py, test_sm_100.py.
+OWN_TESTS = ("gfx1151", "sm_90", "sm_100")
+
 
 def rows(name: str, archs: tuple[str, ...], everything: bool, turn: int | None = None) -> list[dict[str, Any]]:
     """A report of every row of a table for every GPU, and for each a line with the rows that no problem reached.
@@ -29,8 +32,8 @@ def rows(name: str, archs: tuple[str, ...], everything: bool, turn: int | None =
             tile = compiling.select_tile(backend, problem, arch)[0]
             if tile is None:
                 continue  # head dims for which the portable rows serve
-            if not everything and name == "gfx1151" and type(tile) is not Tile:
-                executed.add(tile)  # by test_gfx1151.py, which compiles them too
+            if not everything and name in OWN_TESTS and type(tile) is not Tile:
+                executed.add(tile)
                 continue
             chosen = plan(problem, arch, name)
             band = (problem.first_offset is not None, problem.last_offset is not None)
@@ -113,16 +116,20 @@ def run_forward(shape: tuple[int, ...], dtype: str, rules: dict[str, Any], infin
     }
 
 
-def backward(archs: list[str], head_dims: list[int] | None, dtypes: list[str], causal: bool | None) -> list[Any]:
+def backward(
+    archs: list[str], head_dims: list[int] | None, dtypes: list[str], causal: bool | None, most: int | None = None
+) -> list[Any]:
     """A report of the two kernels of every row for the backward of those GPUs, for every problem that selects it; of
-    these head dims and of causal problems (or of the others) alone, if they are given."""
+    these head dims and of causal problems (or of the others) alone, if they are given. most: rows of each GPU."""
     lines = []
     for arch in map(arches.by_name, archs):
         name = next(n for n, b in registry().items() if b.backward and b.serves(arch))
+        asked = []
         for tile, problem in compiling_backward.rows(arch, registry()[name], tuple(dtypes)).values():
             band = problem.last_offset is not None and problem.first_offset is None
-            if (head_dims and problem.head_dim not in head_dims) or (causal is not None and band is not causal):
-                continue
+            if (not head_dims or problem.head_dim in head_dims) and (causal is None or band is causal):
+                asked.append((tile, problem))
+        for tile, problem in asked[:most]:
             chosen = compiling_backward.plan_of(name, tile, arch)
             for report in compiling_backward.reports(problem, chosen, arch):
                 lines.append(report.as_dict() | {"half": problem.dtype != "float32"})

@@ -1,26 +1,21 @@
-"""What ptxas says of a kernel, called as Triton calls it."""
+"""What ptxas says of a kernel when Triton calls it."""
 
+import contextlib
+import io
 import re
-import subprocess
-import tempfile
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 import triton
 
-from lazymax.compat.tritons import release
 
-
-def assemble(ptx: str, arch: str) -> tuple[int, list[str]]:
-    """(bytes of spills, stores and loads of all functions; lines of the report)."""
-    knobs, old = triton.knobs.nvidia, release(triton.__version__) < (3, 8)
-    tool = knobs.ptxas if old and arch == "sm_90" else knobs.ptxas_blackwell
-    level = [] if old else ["--regAllocOptLevel=2"]
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "kernel.ptx"
-        source.write_text(ptx)
-        command = [tool.path, *level, "-lineinfo", "-v", f"--gpu-name={arch}a", str(source), "-o", f"{source}.o"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True)
-    text = said.stdout + said.stderr
+def assembled(build: Callable[[], Any]) -> tuple[Any, int, list[str]]:
+    """(what `build` compiles; bytes of spills, stores and loads of all functions; lines of the report)."""
+    printed = io.StringIO()
+    with triton.knobs.nvidia.scope(), contextlib.redirect_stdout(printed):
+        triton.knobs.nvidia.dump_ptxas_log = True
+        kernel = build()
+    text = printed.getvalue()
     spills = [int(a) + int(b) for a, b in re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text)]
     assert spills, text
-    return sum(spills), text.splitlines()
+    return kernel, sum(spills), text.splitlines()

@@ -7,14 +7,14 @@ from unittest.mock import patch
 import schedules
 import torch
 from hopper import CAUSAL, DIVIDED, DTYPES, Call, arranged, merged, rows
-from ptxas import assemble
+from ptxas import assembled as by_ptxas
 from simulators.gluon_sim import Options, activate
 
 from lazymax import arch as arches
 from lazymax.backends.sm_90 import work
 from lazymax.backends.sm_90.launch import HopperLaunch
 from lazymax.backends.sm_90.work import WHOLE, Division
-from lazymax.compiling import compile_plan
+from lazymax.compiling import compile_plan, launcher_fault, loop_counts
 from lazymax.dispatch import plan
 from lazymax.problem import Problem, output_strides
 from lazymax.testing import check_attention
@@ -75,11 +75,18 @@ def mutants(index: int, dims: tuple[int, int], of: list[int]) -> tuple[int, list
 def assembled(
     index: int, dims: tuple[int, int], dtype: str, rules: dict[str, Any], division: tuple[int, int] = WHOLE
 ) -> dict[str, Any]:
-    """Compile, and what ptxas says: registers, bytes of spills, advisories that serialise every product ("C75")."""
+    """Compile, and what ptxas says: bytes of spills, advisories that serialise every product ("C75"). wgmma: those in
+    the hot loop. fault: of Triton's launcher."""
     row = rows()[index]
     problem = Problem.from_shape((4, 32, 8, 4096, 4096, *dims), dtype, return_lse=True, **rules)
     with patch.object(type(row), "division", lambda *_: Division(*division)):
-        kernel = compile_plan(problem, replace(plan(problem, ARCH), tile=row), ARCH)
-    spills, lines = assemble(kernel.asm["ptx"], ARCH.id)
+        chosen = replace(plan(problem, ARCH), tile=row)
+        kernel, spills, lines = by_ptxas(lambda: compile_plan(problem, chosen, ARCH))
     advisories = [line for line in lines if "C75" in line]
-    return {"spills": spills, "advisories": advisories, "wgmma": kernel.asm["ptx"].count("wgmma.mma_async")}
+    return {
+        "spills": spills,
+        "advisories": advisories,
+        "wgmma": loop_counts(kernel.asm["ptx"], r"wgmma\.mma_async")[0],
+        "shared": kernel.metadata.shared,
+        "fault": launcher_fault(kernel),
+    }
