@@ -38,13 +38,13 @@ lint: $(VENV)/.ready
 	$(VENV)/bin/mypy
 
 # torch first and by itself: lazymax depends on it without a version, so this choice stands. A torch built for a GPU brings
-# the Triton that fits it; only without one is Triton installed.
+# the Triton that fits it; only without one is Triton installed. No byte code ahead: most of torch is never imported.
 comma := ,
 define install
 	test -d $(1) || $(PYTHON) -m venv $(1)
-	$(1)/bin/python -c "import torch" 2>/dev/null || $(1)/bin/pip install -q $(TORCH)
-	$(1)/bin/python -c "import triton" 2>/dev/null || $(1)/bin/pip install -q $(2)
-	$(1)/bin/pip install -q -e '.[test,bench,lint$(3)]' $(NUMPY)
+	$(1)/bin/python -c "import torch" 2>/dev/null || $(1)/bin/pip install -q --no-compile $(TORCH)
+	$(1)/bin/python -c "import triton" 2>/dev/null || $(1)/bin/pip install -q --no-compile $(2)
+	$(1)/bin/pip install -q --no-compile -e '.[test,bench,lint$(3)]' $(NUMPY)
 	touch $(1)/.ready
 endef
 
