@@ -65,7 +65,19 @@ def call_of(case: Case, device: str) -> tuple[Any, ...]:
     return q, k, v, extras, rules
 
 
-def by_row(row: BackwardTile, d_out: Any, d_lse: Any, qkv: Any, problem: Problem, extras: Extras, rules: Rules) -> Any:
+NOTHING_SAVED = ops_backward.Saved()  # the operator runs the forward again
+
+
+def by_row(
+    row: BackwardTile,
+    d_out: Any,
+    d_lse: Any,
+    qkv: Any,
+    problem: Problem,
+    extras: Extras,
+    rules: Rules,
+    saved: ops_backward.Saved = NOTHING_SAVED,
+) -> Any:
     """Through the operator, past its choice of a row, into gradients full of NaN; the forward as it is chosen."""
     arch, problem = arches.of(qkv[0].device), ops_backward.beside(problem, d_out)
     assert row.refusal(problem, arch) is None
@@ -79,7 +91,6 @@ def by_row(row: BackwardTile, d_out: Any, d_lse: Any, qkv: Any, problem: Problem
         problem, arch, forward, chosen, BackwardLaunch.prepare(problem, chosen), (), copies
     )
     grads = tuple(testing.poisoned(*t.shape, dtype=t.dtype, device=t.device) for t in qkv)
-    saved = ops_backward.Saved()  # the operator runs the forward again
     others = ops_backward._by_kernels(decision, saved, d_out, d_lse, qkv, extras, rules, list(NEEDS), grads)
     return [*grads, *others]
 

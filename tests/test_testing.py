@@ -342,3 +342,24 @@ def test_check_attention_takes_every_feature(case: Any) -> None:
     *call, extras = case.build(torch.float32, return_lse=True)
     out, lse = testing.reference.attention(*call, extras=extras)
     assert all(budget.ok for budget in check_attention(out.float(), lse.float(), *call, extras))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_check_gradients_excuses_what_follows_from_a_given_output_and_nothing_more(dtype: torch.dtype) -> None:
+    """Nearly one-hot rows, whose dP - delta cancels, and an output as far off as its own budget allows."""
+    *call, _ = build(*(6 * t if i == 0 else t for i, t in enumerate(make_qkv(1, 2, 1, 12, 14, 16, dtype=dtype))), {})
+    grad = torch.randn(1, 2, 12, 16, generator=torch.Generator().manual_seed(5)).to(dtype)
+    right, _ = testing.reference.attention(*call)
+    out = (right + 0.9 * EPS[dtype] * grad.double().sign() * right.abs().amax(-1, keepdim=True)).to(dtype)
+    assert check_attention(out, None, *call)[0].ok
+    q, k, v, problem = call
+
+    def verdicts(made_with: torch.Tensor, given: torch.Tensor | None) -> list[bool]:
+        wide = testing.reference.backward(grad, None, q.double(), k.double(), v.double(), problem, out=made_with)
+        grads = [t.to(dtype) for t in wide]
+        return [budget.ok for budget in testing.check_gradients(grads, grad, None, *call, out=given)]
+
+    assert verdicts(out, out) == [True, True, True]
+    assert verdicts(out, None) == [False, False, True]
+    assert verdicts(1.05 * out, out) == [False, False, True]
+    assert verdicts(right, None) == verdicts(right, out) == [True, True, True]

@@ -69,13 +69,15 @@ def backward(
     extras: Extras = NO_EXTRAS,
     needs: Sequence[bool] = (True, True, True, True),
     p_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """Gradients [dq, dk, dv, dmask, dslopes, dsinks, *dscore_args], each of the shape and dtype of its input; computed
     in `compute_dtype`. needs: whether those of the mask, the slopes, the sinks and the arguments of the score_mod are
     wanted; an empty tensor stands for one that is not, and for those of absent and of integer tensors.
 
     grad_out (B, Hq, Sq, D_v), grad_lse (B, Hq, Sq) or None; the rest as in `reference.attention`. With `p_dtype`, P, dS
-    and the output that delta is made of are rounded to it, as a kernel in that precision must.
+    and the output that delta is made of are rounded to it, as a kernel in that precision must. With `out`, the output
+    of a forward, delta is rowsum(grad_out * out), whose error is that of `out`.
 
     With P = softmax(S), Z what dropout multiplies P by, and R the scaled scores, of which S is a function:
     dV = (P Z)^T dO, dP = Z dO V^T, dS = P * (dP - delta + dLSE) with delta = rowsum(P * dP), dR = dS * S'(R),
@@ -85,12 +87,17 @@ def backward(
     """
     sums = _Sums(q, k, v, extras, needs)
     for part in parts(problem, extras):
-        _add_part(sums, part, grad_out, grad_lse, p_dtype)
+        _add_part(sums, part, grad_out, grad_lse, p_dtype, out)
     return sums.result()
 
 
 def _add_part(
-    sums: _Sums, part: Part, grad_out: torch.Tensor, grad_lse: torch.Tensor | None, p_dtype: torch.dtype | None
+    sums: _Sums,
+    part: Part,
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    p_dtype: torch.dtype | None,
+    out: torch.Tensor | None,
 ) -> None:
     problem, dtype = part.problem, sums.dtype
 
@@ -120,7 +127,9 @@ def _add_part(
         dp = torch.einsum("bhgqd,bhkd->bhgqk", g_grouped, values).flatten(1, 2)
         dp = torch.where(weights == 0, 0.0, dp if kept is None else dp * kept)
         shift = -(p * dp).sum(-1)
-        if p_dtype is not None:
+        if out is not None:
+            shift = -(g_chunk * out[:, :, part.q_rows][:, :, rows].to(dtype)).sum(-1)
+        elif p_dtype is not None:
             finite = grouped(narrow(weights), problem), torch.where(torch.isfinite(values), values, 0.0)
             shift = -(g_chunk * narrow(torch.einsum("bhgqk,bhkd->bhgqd", *finite).flatten(1, 2))).sum(-1)
         if grad_lse is not None:

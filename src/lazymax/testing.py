@@ -70,14 +70,21 @@ def poisoned(*size: int, dtype: torch.dtype, device: torch.device | str) -> torc
 
 
 def within_budget(
-    actual: torch.Tensor, exact: torch.Tensor, lowered: torch.Tensor, *, eps: float, what: str = "out"
+    actual: torch.Tensor,
+    exact: torch.Tensor,
+    lowered: torch.Tensor,
+    *,
+    eps: float,
+    what: str = "out",
+    excused: torch.Tensor | None = None,
 ) -> Budget:
     """Error budget: |actual - exact| <= 2 * |lowered - exact| + eps * |exact| + 1e-6, with the middle term taken as the
     largest of its head (last two dimensions: one row of few columns samples its rounding badly) and |exact| as the
     largest of its row.
 
     exact: float64. lowered: the same computation by torch in the precision that `actual` had, which says what error
-    that precision costs on these inputs. Non-finite values must be equal. Refuses to compare an object with itself.
+    that precision costs on these inputs. excused: what is allowed beside that, element by element. Non-finite values
+    must be equal. Refuses to compare an object with itself.
     """
     if actual is exact or actual is lowered or actual.data_ptr() in {exact.data_ptr(), lowered.data_ptr()} - {0}:
         raise ValueError("within_budget: got the same tensor twice, the comparison could not fail")
@@ -93,6 +100,8 @@ def within_budget(
     if x64.dim() > 1:
         cost, size = cost.amax((-2, -1), keepdim=True), size.amax(-1, keepdim=True)
     allowed = (2.0 * cost + eps * size + 1e-6).expand_as(gap)
+    if excused is not None:
+        allowed = allowed + excused.double().abs().nan_to_num(0.0, 0.0, 0.0)
     worst = int((gap - allowed).argmax())
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), gap.shape))
     return Budget(bool((gap <= allowed).all()), gap[index].item(), allowed[index].item(), index, what)
@@ -145,20 +154,28 @@ def check_gradients(
     problem: Problem,
     extras: Extras = NO_EXTRAS,
     needs: Sequence[bool] = (False, False, False, False),
+    out: torch.Tensor | None = None,
 ) -> list[Budget]:
     """Compare gradients [dq, dk, dv, dmask, dslopes, dsinks, *dscore_args] with the float64 reference of the same
     problem, within the error budget; those that `needs` says are not wanted are not looked at. The low-precision twin
-    computes in float32, with P, dS, the output and the results rounded to the dtype of q, whose eps counts."""
+    computes in float32, with P, dS, the output and the results rounded to the dtype of q, whose eps counts.
+
+    out: the output that the gradients were made with, if known. Delta, the row sums of grad_out * out, inherits its
+    error, which beside a nearly one-hot softmax is all that is left of dS. The twin then gets this output instead of
+    its own, and what an exact computation would make of it is allowed too. An output that is wrong excuses gradients
+    that are: hold it to `check_attention`."""
     double = widened(extras)
     wide = (q.double(), k.double(), v.double())
     exact = reference.backward(grad_out, grad_lse, *wide, problem, double, needs)
-    low = reference.backward(grad_out, grad_lse, q, k, v, problem, extras, needs, p_dtype=q.dtype)
+    given = exact if out is None else reference.backward(grad_out, grad_lse, *wide, problem, double, needs, out=out)
+    low = reference.backward(grad_out, grad_lse, q, k, v, problem, extras, needs, q.dtype, out)
     names = ("dq", "dk", "dv", "dmask", "dslopes", "dsinks", *(f"dscore_args[{i}]" for i in range(len(grads) - 6)))
     found = []
-    for what, x, x64, lowered in zip(names, grads, exact, low, strict=True):
-        if x64.numel():  # one number for each head is a row: alone, it would sample its rounding badly
-            x, x64, lowered = (t[None] if t.dim() == 1 else t for t in (x, x64, lowered))
-            found.append(within_budget(x, x64, lowered.clone(), eps=max(EPS[x.dtype], EPS[q.dtype]), what=what))
+    for what, x, *of in zip(names, grads, exact, low, given, strict=True):
+        if of[0].numel():  # one number for each head is a row: alone, it would sample its rounding badly
+            x, x64, lowered, from_out = (t[None] if t.dim() == 1 else t for t in (x, *of))
+            excused, eps = from_out - x64, max(EPS[x.dtype], EPS[q.dtype])
+            found.append(within_budget(x, x64, lowered.double() - excused, eps=eps, what=what, excused=excused))
     return found
 
 
