@@ -1,13 +1,19 @@
 """The backward of sm_90 in the Gluon simulator; runs in a `gluon_sim.Worker`, where Triton compiles."""
 
+from typing import Any
+
 import schedules
 import torch
 from hopper import DTYPES
-from hopper_backward import SIMULATED, forward, prepare, prepared, rows, rows_of, upstream
+from hopper_backward import ARCH, SIMULATED, forward, prepare, prepared, rows, rows_of, upstream
+from ptxas import assemble
 from simulators.gluon_sim import Options, activate
 
 from lazymax.backends.sm_90.kernels.backward import attention_backward
+from lazymax.compiling import compiling_for, meta_tensors
+from lazymax.compiling_backward import builds, plan_of
 from lazymax.kernels.launch import run
+from lazymax.problem import Problem
 from lazymax.testing import check_gradients, poisoned
 
 NO_EXTRAS = [torch.empty(0)] * 3  # mask, slopes and sinks
@@ -44,3 +50,27 @@ def mutants(index: int, dims: tuple[int, int], of: list[int]) -> tuple[int, list
     return schedules.survivors(
         lambda options, which: simulate(index, which, dims, "bf16", options), "sm_90", of, (0, 1)
     )
+
+
+def assembled(index: int, dims: tuple[int, int], dtype: str, rules: dict[str, Any]) -> dict[str, Any]:
+    """Compile, and what ptxas says: bytes of spills, advisories that serialise every product ("C75")."""
+    problem = Problem.from_shape((4, 32, 8, 4096, 4096, *dims), dtype, return_lse=True, **rules)
+    _, build = builds(problem, plan_of("sm_90", rows()[index], ARCH), ARCH)["all"]
+    kernel = build()
+    spills, lines = assemble(kernel.asm["ptx"], ARCH.id)
+    advisories = [line for line in lines if "C75" in line]
+    return {"spills": spills, "advisories": advisories, "wgmma": kernel.asm["ptx"].count("wgmma.mma_async")}
+
+
+def built_around(index: int, dims: tuple[int, int]) -> list[int]:
+    """Bytes of shared memory of each kernel around the main one."""
+    problem = Problem.from_shape((4, 32, 8, 4096, 4096, *dims), "bf16", return_lse=True, causal="top_left")
+    launch = prepared(rows()[index], problem)
+    q, k, v = meta_tensors(problem)
+    lse, work = torch.empty(q.shape[:3], device="meta"), launch.work(q.device)
+    found = []
+    for kernel, grid, arguments, options in launch.launches((q, k, v, q), q, lse, None, (q, k, v), work):
+        if kernel is not attention_backward:
+            with compiling_for(ARCH, kernel):
+                found.append(kernel.warmup(*arguments, grid=grid, **options).metadata.shared)
+    return found

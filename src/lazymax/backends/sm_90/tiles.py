@@ -51,6 +51,7 @@ BACKWARD = (
     HopperBackwardTile(
         width=64,
         keys=Half(block_m=128, block_n=128, num_warps=4, num_stages=2),
+        when=When(min_programs=0.5),
         pipelined=True,
         rounded=True,
         reason="tiles of 128 queries, so that each consumer has 64 rows of dQ; the exponentials of the next under dK",
@@ -59,6 +60,7 @@ BACKWARD = (
     HopperBackwardTile(
         width=128,
         keys=Half(block_m=64, block_n=128, num_warps=4, num_stages=2),
+        when=When(min_programs=0.5),
         reason="dK and dV of 64 keys take 128 registers a thread: tiles of 64 queries, one after the other",
         provenance="",
     ),
