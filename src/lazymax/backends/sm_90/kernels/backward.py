@@ -326,7 +326,7 @@ def _consume(shared, call, config, W: gl.constexpr):
     else:
         dk, dv = _walk(keys, values, shared, work, key, call, config, W)
     assembly.meet()  # the other one has read dS too
-    out = shared.ds._reinterpret(DTYPE, [2, 1, 1, 64, COLS], call.dk_tiles.layout).index(W)
+    out = copies.view_as(shared.ds, DTYPE, [2, 1, 1, 64, COLS], call.dk_tiles.layout).index(W)
     out.reshape([64, COLS]).store(dv.to(DTYPE))
     fence_async_shared()
     copies.store(call.dv_tiles, [work.batch, work.kv_head, key, 0], out)
