@@ -17,7 +17,7 @@ from simulators.gluon_sim.layouts import shared_offsets, tmem_offsets
 from simulators.gluon_sim.mlir import parse_constant, parse_type
 from simulators.gluon_sim.registers import register_order
 from simulators.gluon_sim.selftest.box import Box
-from simulators.gluon_sim.selftest.faults import ATTENTION, GEMM
+from simulators.gluon_sim.selftest.faults import ATTENTION, EXCHANGE, EXCHANGE_TMA, GEMM
 from simulators.gluon_sim.views import Footprint
 
 CALLS = "simulators.gluon_sim.selftest.calls"
@@ -38,7 +38,7 @@ def launch(worker: Worker, kernel: str, grid: tuple[int, ...], *args: Any, **opt
 # ---- right kernels
 
 
-@pytest.mark.parametrize("call, target", [("gemm", "sm_90"), ("attention", "sm_100")])
+@pytest.mark.parametrize("call, target", [("gemm", "sm_90"), ("exchange", "sm_90"), ("attention", "sm_100")])
 def test_right_kernels_pass_under_any_schedule(call: str, target: str, worker: Worker) -> None:
     steps = set()
     for seed in range(60):
@@ -87,10 +87,22 @@ ATTENTION_FAULTS = {
     "no_commit_kv": (gs.Deadlock,),
     "first_mma_accumulates": (gs.UninitialisedRead,),
 }
+EXCHANGE_FAULTS = {
+    "no_sync": (gs.RaceError, gs.UninitialisedRead),
+    "no_arrive": (gs.Deadlock,),
+    "arrive_before_store": (gs.RaceError, gs.UninitialisedRead),
+    "no_fence": (gs.MissingFence,),
+    "clear_first": (gs.GlobalRace,),
+    "one_id": (gs.BarrierError,),
+    "add_plainly": (gs.GlobalRace,),
+    "no_store_wait": (gs.RaceError,),
+    "no_stage_fence": (gs.MissingFence,),
+}
 
 
 def test_every_fault_has_its_test() -> None:
     assert {*GEMM_FAULTS, "none"} == {*GEMM} and {*ATTENTION_FAULTS, "none"} == {*ATTENTION}
+    assert {*EXCHANGE_FAULTS, "none"} == {*EXCHANGE, *EXCHANGE_TMA}
 
 
 @pytest.mark.parametrize("fault", GEMM_FAULTS)
@@ -98,6 +110,14 @@ def test_faults_of_a_hopper_pipeline(fault: str, worker: Worker) -> None:
     for seed in SEEDS:
         with pytest.raises(GEMM_FAULTS[fault]):
             worker.call(f"{CALLS}:gemm", Options(target="sm_90", seed=seed, insert_fences=False), fault)
+
+
+@pytest.mark.parametrize("fault", EXCHANGE_FAULTS)
+def test_faults_of_an_exchange(fault: str, worker: Worker) -> None:
+    for seed in SEEDS:
+        with pytest.raises(EXCHANGE_FAULTS[fault]):
+            options = Options(target="sm_90", seed=seed, insert_fences=False)
+            worker.call(f"{CALLS}:exchange", options, fault, fault in EXCHANGE_TMA)
 
 
 @pytest.mark.parametrize("fault", ATTENTION_FAULTS)
@@ -124,6 +144,11 @@ def test_a_deadlock_names_the_barriers(worker: Worker) -> None:
 
 
 # ---- faults between partitions, programs, and the edges of memory
+
+
+def test_a_tile_added_by_tma(worker: Worker) -> None:
+    for seed in SEEDS:
+        worker.call(f"{CALLS}:exchange", Options(target="sm_90", seed=seed), by_tma=True)
 
 
 @pytest.mark.parametrize("kernel", ["two_writers", "named_barrier"])
@@ -187,6 +212,39 @@ def test_programs_must_not_read_each_others_output(source: int, target: int, don
     launch(worker, "from_block_to_block", (2,), torch.zeros(384), 128, source, target, global_races=False)
 
 
+@pytest.mark.parametrize("what, how", [(0, "load of"), (1, "store to")])
+def test_atomics_and_other_accesses(what: int, how: str, worker: Worker) -> None:
+    with pytest.raises(gs.GlobalRace, match=f"{how} 'dst' by program 1: 128 elements were updated by atomics"):
+        launch(worker, "add_and_touch", (2,), torch.zeros(256), 128, what)
+    (dst, *_), _ = launch(worker, "add_and_touch", (2,), torch.zeros(256), 128, 2)
+    assert (dst[:128] == 2).all()
+
+
+@pytest.mark.parametrize("shift, wrong", [(2, "misaligned address in 'out'"), (4, "1 of 1024 lanes are out of bounds")])
+def test_where_vectors_are_added(shift: int, wrong: str, worker: Worker) -> None:
+    with pytest.raises(gs.OutOfBounds, match=rf"^red\.relaxed\.gpu\.global\.add\.v4\.f32.*{wrong}"):
+        worker.call(f"{CALLS}:exchange", Options(target="sm_90"), shift=shift)
+
+
+@pytest.mark.parametrize("lanes, times", [(128, 1), (64, 2)])
+def test_each_thread_adds_what_it_holds(lanes: int, times: int, worker: Worker) -> None:
+    (dst, _), _ = launch(worker, "add_pairs", (1,), torch.zeros(2 * lanes + 2), lanes)
+    assert (dst[2:] == times).all() and (dst[:2] == 0).all()
+
+
+def test_which_named_barrier(worker: Worker) -> None:
+    ids, differing = torch.full((128,), 8, dtype=torch.int32), torch.arange(128, dtype=torch.int32)
+    launch(worker, "barrier_of", (1,), ids, "$1", 128)
+    for given, ident, count, wrong in (
+        (differing, "$1", 128, "not the same in all threads"),
+        (ids, "0", 128, "named barrier 0: those that Triton leaves are 1 to 15"),
+        (ids + 8, "$1", 128, "named barrier 16: "),
+        (ids, "$1", 100, "100 threads are no whole warps"),
+    ):
+        with pytest.raises(gs.BarrierError, match=wrong):
+            launch(worker, "barrier_of", (1,), given, ident, count)
+
+
 def test_integer_overflow(worker: Worker) -> None:
     with pytest.raises(gs.KernelAssert, match="overflow"):
         launch(worker, "overflow", (1,), torch.zeros(1, dtype=torch.int32), 1 << 20, 1 << 20)
@@ -217,6 +275,19 @@ def test_mutants_of_the_attention(worker: Worker) -> None:
 def test_mutants_of_a_product_with_its_barrier(worker: Worker) -> None:
     outcomes = worker.call(f"{CALLS}:mutate", "product", "sm_100", range(4))
     assert "drop its commit" in {o.mutant.how for o in outcomes} and all(o.killed for o in outcomes)
+
+
+def test_every_synchronisation_of_the_exchange_is_needed(worker: Worker) -> None:
+    outcomes = worker.call(f"{CALLS}:mutate", "exchange", "sm_90", range(4))
+    assert sum(o.mutant.how == "drop its named barrier" for o in outcomes) == 4
+    assert all(o.killed for o in outcomes), gs.summary(outcomes)
+
+
+def test_mutants_of_two_barriers_in_a_block(worker: Worker) -> None:
+    outcomes = worker.call(f"{CALLS}:mutate", "handshake", "sm_90", range(4))
+    assert {o.mutant.how for o in outcomes} == {"drop its named barrier 1", "drop its named barrier 2"}
+    alive = [o.mutant.how for o in outcomes if not o.killed]
+    assert len(outcomes) == 32 and alive == 2 * ["drop its named barrier 2"], gs.summary(outcomes)  # the last waits
 
 
 def test_mutants_of_a_named_barrier(worker: Worker) -> None:
@@ -377,6 +448,22 @@ def test_ptx_predicated_branch_and_vote() -> None:
 )
 def test_ptx_instructions(text: str, x: float, expected: float) -> None:
     assert run_asm(text, "=f,f", np.full((1, 1, 1), x, np.float32)).item() == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "red.shared.add.f32 [$2], $1;",
+        "red.release.gpu.global.add.f32 [$2], $1;",
+        "bar.sync 8;",
+        "bar.red.popc.u32 8, 32;",
+    ],
+)
+def test_ptx_that_does_something_else_than_named(text: str) -> None:
+    asm = ptx.parse(text, "=r,f,l")
+    blank = [np.zeros((1, 32, 1), np.uint32) for _ in asm.constraints]
+    with pytest.raises(gs.Unsupported):
+        list(ptx.Machine(asm, blank, (1, 32, 1)).steps())
 
 
 def test_ptx_unknown_instruction() -> None:

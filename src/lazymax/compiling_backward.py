@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,10 +26,7 @@ from .compiling import (
 from .dispatch import plan
 from .dispatch_backward import BackwardPlan, plan_backward
 from .extras import NO_EXTRAS, Extras
-from .kernels import backward_mask
-from .kernels.backward_launch import BackwardLaunch, stats_of
-from .kernels.launch import view_strides
-from .kernels.memory import View
+from .kernels.backward_launch import ToCompile
 from .options import parse_options
 from .problem import Problem
 
@@ -39,41 +37,27 @@ SPLIT_HEAD_DIMS = ((96, 96), (192, 128))  # of two pieces
 
 def builds(
     problem: Problem, plan: BackwardPlan, arch: Arch, extras: Extras = NO_EXTRAS
-) -> dict[str, Callable[[], Any]]:
-    """By name, what compiles each kernel that `plan` would launch: Triton's CompiledKernel. Not on a thread."""
+) -> dict[str, tuple[str, Callable[[], Any]]]:
+    """By name the row of each kernel that `plan` would launch, and what compiles it: Triton's CompiledKernel. Not on a
+    thread."""
     assert plan.tile is not None
-    launch: BackwardLaunch = plan.tile.prepare(problem, plan)
     q, k, v = meta_tensors(problem)
     d_out = torch.empty(*q.shape[:3], problem.v_head_dim, dtype=q.dtype, device="meta")
-    stats = stats_of(torch.empty(4, *q.shape[:3], dtype=torch.float32, device="meta"))
-    inputs = tuple(View(t, *view_strides(t)) for t in (q, k, v, d_out))
-    d_slopes = None if extras.alibi_slopes is None else stats
 
-    def build(kernel: Any, arguments: Callable[[], tuple[Any, ...]], options: dict[str, Any]) -> Callable[[], Any]:
-        def compile() -> Any:
-            with compiling_for(arch, kernel):
-                return kernel.warmup(*arguments(), grid=(1,), **options)
+    def compile(of: ToCompile) -> Any:
+        with compiling_for(arch, of.kernel):
+            return of.kernel.warmup(*of.arguments(), grid=(1,), **of.options)
 
-        return compile
-
-    def main(kernel: Any, outputs: tuple[Any, Any]) -> Callable[[], Any]:
-        return build(kernel.function, lambda: launch.arguments(kernel, inputs, outputs, stats, extras), kernel.options)
-
-    found = {"dkdv": main(launch.keys, (inputs[1], inputs[2])), "dq": main(launch.queries, (inputs[0], d_slopes))}
-    if extras.mask is not None and extras.mask.is_floating_point():
-        kernel = backward_mask.attention_backward_mask
-        found["dmask"] = build(kernel, lambda: launch.mask_arguments(inputs, stats, extras)[2], launch.mask_options)
-    return found
+    found = plan.tile.prepare(problem, plan).to_compile((q, k, v, d_out), extras, plan.tile)
+    return {of.name: (of.row, partial(compile, of)) for of in found}
 
 
 def reports(
     problem: Problem, plan: BackwardPlan, arch: Arch, extras: Extras = NO_EXTRAS, feature: str | None = None
 ) -> Iterator[Report]:
-    """Compile one plan and measure its two main kernels, and that of the gradient of a float mask."""
+    """Compile one plan and measure its main kernels."""
     assert plan.tile is not None
-    halves = {"dkdv": plan.tile.keys, "dq": plan.tile.queries, "dmask": plan.tile.queries}
-    for name, build in builds(problem, plan, arch, extras).items():
-        row = f"{name}-{halves[name].name}-{'tma' if plan.tile.descriptors else 'ptr'}"
+    for row, build in builds(problem, plan, arch, extras).values():
         head = (arch.id, plan.backend, row, title(problem, feature), plan.tile.tuned, triton.__version__)
         yield measured(head, arch, build)
 

@@ -159,7 +159,7 @@ def _finish_queries(dq, d_slope, out, d_slopes, stats, span, head, first_row, sc
 
 
 @triton.jit(noinline=True)
-def _guarded_queries(inputs, out, d_slopes, stats, span, head, first_row, start, stop, scale_log2, scale, lengths,
+def guarded_queries(inputs, out, d_slopes, stats, span, head, first_row, start, stop, scale_log2, scale, lengths,
                      modifiers, config):
     """Compute dQ of the tile once more, the careful way and in small pieces: this cold path must not cost the hot one
     its registers. Leaves its exact statistics for the other kernel."""
@@ -224,5 +224,5 @@ def attention_backward_queries(inputs, q_tiles, k_tiles, v_tiles, g_tiles, q_tai
                               inner_stop, stop, dq, d_slope, scale_log2, modifiers, config, BLOCK_N, True, False)
     _finish_queries(dq, d_slope, out, d_slopes, stats, span, head, first_row, scale, config)
     if gradients.suspect(dq) > 0:
-        _guarded_queries(inputs, out, d_slopes, stats, span, head, first_row, start, stop, scale_log2, scale, lengths,
+        guarded_queries(inputs, out, d_slopes, stats, span, head, first_row, start, stop, scale_log2, scale, lengths,
                          modifiers, config)

@@ -68,8 +68,8 @@ def _finish_keys(dk, dv, d_k, d_v, span, kv_head, first_col, end, scale, modifie
 
 
 @triton.jit(noinline=True)
-def _guarded_keys(inputs, d_k, d_v, stats, span, kv_head, first_col, end, scale_log2, scale, modifiers, config):
-    """Compute dK and dV of the tile once more, as `backward._guarded_queries` does dQ: every query, every mask."""
+def guarded_keys(inputs, d_k, d_v, stats, span, kv_head, first_col, end, scale_log2, scale, modifiers, config):
+    """Compute dK and dV of the tile once more, as `backward.guarded_queries` does dQ: every query, every mask."""
     tiles = backward.Tiles((None, None), (None, None), (None, None), (None, None))
     for c in tl.range(0, config.BLOCK_N, backward.GUARD_N):
         first = first_col + c
@@ -115,4 +115,4 @@ def attention_backward_keys(inputs, q_tiles, k_tiles, v_tiles, g_tiles, q_tails,
                                 dk, dv, scale_log2, modifiers, config, BLOCK_M, BLOCK_N, False, False)
     _finish_keys(dk, dv, d_k, d_v, span, kv_head, first_col, end, scale, modifiers, config)
     if tl.maximum(gradients.suspect(dk), gradients.suspect(dv)) > 0:
-        _guarded_keys(inputs, d_k, d_v, stats, span, kv_head, first_col, end, scale_log2, scale, modifiers, config)
+        guarded_keys(inputs, d_k, d_v, stats, span, kv_head, first_col, end, scale_log2, scale, modifiers, config)

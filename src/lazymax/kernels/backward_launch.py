@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import triton
 
-from ..backends import Half
+from ..backends import BackwardTile, Half
 from ..dispatch_backward import BackwardPlan
 from ..extras import NO_EXTRAS, Extras
 from ..problem import Problem
@@ -33,8 +34,19 @@ PLANES = 4  # of gradients.Stats
 PREPARED_ROWS = 32  # of a program of gradients.prepare
 PREPARE_OPTIONS = launch_options(4, 1, None)
 NO_TILES = (None,) * 8
+NO_SUMS = constant(0)
 # Rows of the heads that run side by side: about what two of their tensors keep of a large L2.
 ROWS_TOGETHER = 65536
+
+
+class ToCompile(NamedTuple):
+    """One of the kernels of a launch, for a compile without a GPU."""
+
+    name: str
+    row: str
+    kernel: Any
+    arguments: Callable[[], tuple[Any, ...]]
+    options: dict[str, Any]
 
 
 @dataclass(slots=True)
@@ -146,7 +158,8 @@ class BackwardLaunch:
         stats = torch.empty((PLANES, *q.shape[:3]), dtype=torch.float32, device=q.device)
         of_stats, of_slopes = stats_of(stats), None if d_slopes is None else stats_of(d_slopes[None])
         grid = (q.shape[1], -(-q.shape[2] // PREPARED_ROWS), q.shape[0])
-        arguments = (of_out, of_inputs[3], lse, d_lse, of_stats, q.shape[2], *self.prepared)
+        n_rows = q.shape[2]
+        arguments = (of_out, of_inputs[3], lse, d_lse, of_stats, None, n_rows, n_rows, *self.prepared, NO_SUMS)
         self.binary = run(gradients.prepare, grid, self.binary, arguments, **PREPARE_OPTIONS)
         for kernel, outputs in ((self.queries, (dq, of_slopes)), (self.keys, (dk, dv))):
             arguments = self.arguments(kernel, of_inputs, outputs, of_stats, extras)
@@ -163,6 +176,29 @@ class BackwardLaunch:
         if one_row.value:
             total = total.sum(2, keepdim=True)
         return total.sum(3, keepdim=True) if one_col.value else total
+
+    def to_compile(self, tensors: Sequence[torch.Tensor], extras: Extras, tile: BackwardTile) -> list[ToCompile]:
+        """What a call with tensors (on the meta device: q, k, v, d_out) of the problem would launch, but for
+        `gradients.prepare`, which is the same for all rows."""
+        q, k, v, _ = inputs = [View(t, *view_strides(t)) for t in tensors]
+        stats = stats_of(torch.empty(PLANES, *tensors[0].shape[:3], dtype=torch.float32, device="meta"))
+        d_slopes = None if extras.alibi_slopes is None else stats
+        loads = "tma" if self.descriptors else "ptr"
+
+        def main(name: str, half: Half, kernel: _Kernel, outputs: tuple[Any, Any]) -> ToCompile:
+            make = partial(self.arguments, kernel, inputs, outputs, stats, extras)
+            return ToCompile(name, f"{name}-{half.name}-{loads}", kernel.function, make, kernel.options)
+
+        found = [main("dkdv", tile.keys, self.keys, (k, v)), main("dq", tile.queries, self.queries, (q, d_slopes))]
+        if extras.mask is not None and extras.mask.is_floating_point():
+            kernel = backward_mask.attention_backward_mask
+            row = f"dmask-{tile.queries.name}-{loads}"
+            make = partial(self._to_fill_mask, inputs, stats, extras)
+            found.append(ToCompile("dmask", row, kernel, make, self.mask_options))
+        return found
+
+    def _to_fill_mask(self, *arguments: Any) -> tuple[Any, ...]:
+        return self.mask_arguments(*arguments)[2]
 
     @property
     def mask_options(self) -> dict[str, Any]:

@@ -71,13 +71,15 @@ def store_exact(stats, span, head, first_row, m, rest, ROWS: tl.constexpr):
     tl.store(at + EXACT_REST * stats.plane, rest, mask=inside)
 
 
-@triton.jit(do_not_specialize=["n_rows"])
-def prepare(out, d_out, lse, d_lse, stats, n_rows, ROWS: tl.constexpr, PIECES, D_V: tl.constexpr, WIDE: tl.constexpr):
+@triton.jit(do_not_specialize=["n_rows", "n_stored"])
+def prepare(out, d_out, lse, d_lse, stats, sums, n_rows, n_stored, ROWS: tl.constexpr, PIECES, D_V: tl.constexpr,
+            WIDE: tl.constexpr, SUM_COLS: tl.constexpr):
     """The statistics of ROWS rows from the forward's output and LSE. Grid: (query heads, tiles of rows, batch).
 
     out, d_out: `memory.View`. lse, d_lse (or None): fp32, (batch, heads, n_rows), contiguous. A row without keys gets
-    the rest inf and the delta 0, whatever the gradients hold there. An LSE for which the fused exponent is too coarse
-    gets the rest NaN: that shows in the gradients of a tile, which is then computed again (backward.py).
+    the rest inf and the delta 0, whatever the gradients hold there; so do the rows from n_rows to n_stored. An LSE for
+    which the fused exponent is too coarse gets the rest NaN: that shows in the gradients of a tile, which is then
+    computed again (backward.py). sums: fp32, (batch, heads, n_stored, SUM_COLS), to be filled with 0, or None.
     """
     head = tl.program_id(0)
     first = tl.program_id(1) * ROWS
@@ -95,12 +97,16 @@ def prepare(out, d_out, lse, d_lse, stats, n_rows, ROWS: tl.constexpr, PIECES, D
         delta -= tl.load(d_lse + index + rows, mask=inside, other=0.0)
     empty = natural == float("-inf")
     rest = tl.where(empty, float("inf"), natural / softmax.LN2)
+    inside = rows < n_stored
     to = stats.ptr + tl.cast(batch, tl.int64) * stats.batch_stride + tl.cast(head, tl.int64) * stats.head_stride + rows
     coarse = (tl.abs(rest) > softmax.FUSED_LIMIT) & (empty == 0)
     tl.store(to + REST * stats.plane, tl.where(coarse, float("nan"), rest), mask=inside)
     tl.store(to + DELTA * stats.plane, tl.where(empty, 0.0, delta), mask=inside)
     tl.store(to + EXACT_PIVOT * stats.plane, tl.zeros([ROWS], tl.float32), mask=inside)
     tl.store(to + EXACT_REST * stats.plane, rest, mask=inside)
+    if sums is not None:
+        index = tl.cast(batch * tl.num_programs(0) + head, tl.int64) * n_stored + first
+        tl.store(sums + index * SUM_COLS + tl.arange(0, ROWS * SUM_COLS), tl.zeros([ROWS * SUM_COLS], tl.float32))
 
 
 @triton.jit

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .errors import BarrierError, MissingFence
+from .memory import Event
 
 if TYPE_CHECKING:
     from .machine import Cta, Thread
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 
 TX_LIMIT = (1 << 20) - 1  # bytes that one mbarrier can count
 WARP = 32
+NAMED_BARRIERS = 16  # of a CTA
 
 
 class MBarrier:
@@ -72,11 +74,15 @@ class MBarrier:
 
 
 class NamedBarrier:
-    """A hardware named barrier (`bar.sync` / `bar.arrive` in inline assembly), or the one of a pair of CTAs."""
+    """A hardware named barrier (`bar.sync` / `bar.arrive` in inline assembly), or the one of a pair of CTAs.
+
+    It counts whoever arrives: who does not come after the end of the last use may count as one of that.
+    """
 
     def __init__(self, cta: Cta, label: str) -> None:
         self.label = label
         self.arrived, self.generation = 0, 0
+        self.there: list[Thread] = []
         self.expected: int | None = None
         self.pend_bit, self.done_bit = cta.new_bit(), cta.new_bit()
         self.cta = cta
@@ -84,12 +90,17 @@ class NamedBarrier:
     def arrive(self, thread: Thread, expected: int) -> None:
         if self.arrived and expected != self.expected:
             raise BarrierError(f"{self.label}: thread counts {self.expected} and {expected} in one use")
+        end = self.cta.ends.get(self)
+        if thread in self.there or (end is not None and not end.vis & thread.bit):
+            raise BarrierError(f"{self.label}: {thread.name} arrives again, and nothing orders that after the last use")
         self.expected = expected
+        self.there.append(thread)
         self.arrived += thread.num_warps * WARP
         if self.arrived > expected:
             raise BarrierError(f"{self.label}: {self.arrived} threads arrived, {expected} expected")
         self.cta.share(thread.bit, self.pend_bit)
         if self.arrived == expected:
-            self.arrived = 0
+            self.arrived, self.there = 0, []
             self.generation += 1
+            self.cta.ends[self] = Event(self.pend_bit)
             self.cta.share(self.pend_bit, self.done_bit)

@@ -1,7 +1,7 @@
 """Global memory: host allocations at made-up addresses, with bounds and ownership of what programs write.
 
-Bounds are those of the allocation (a tensor's storage), not of a view into it. What atomics touch is nobody's, and
-between the partitions of one program nothing is checked.
+Bounds are those of the allocation (a tensor's storage), not of a view into it. Atomics of several programs may meet,
+with nothing else of another program. Between the partitions of one program nothing is checked.
 """
 
 from __future__ import annotations
@@ -19,33 +19,59 @@ SEVERAL = -1
 
 
 class Buffer:
-    """One host allocation. `writer`, `reader`: per byte, 1 + the program that wrote or read it, or SEVERAL."""
+    """One host allocation. `writer`, `reader`, `updater`: for each byte, 1 + the program that wrote it, read it or used
+    an atomic there, or SEVERAL."""
 
     def __init__(self, base: int, data: npt.NDArray[np.uint8], name: str) -> None:
         self.base, self.data, self.name = base, data, name
         self.end = base + data.size
         self.writer: npt.NDArray[np.int32] | None = None
         self.reader: npt.NDArray[np.int32] | None = None
+        self.updater: npt.NDArray[np.int32] | None = None
 
     def read(self, at: npt.NDArray[np.int64], program: int, what: str) -> None:
         """Note a read of the bytes `at`, which no other program may have written."""
-        if self.writer is not None:
-            self._refuse(self.writer[at], program, what, "of", "written")
-        if self.reader is None:
-            self.reader = np.zeros(self.data.size, np.int32)
-        before = self.reader[at]
-        self.reader[at] = np.where((before == 0) | (before == program + 1), program + 1, SEVERAL)
+        self._refuse(self.writer, at, program, what, "of", "written")
+        self._refuse(self.updater, at, program, what, "of", "updated by atomics")
+        self.reader = self._shared(self.reader, at, program)
 
     def write(self, at: npt.NDArray[np.int64], program: int, what: str) -> None:
         """Note a write of the bytes `at`, which no other program may have touched."""
-        if self.reader is not None:
-            self._refuse(self.reader[at], program, what, "to", "read")
+        self._refuse(self.reader, at, program, what, "to", "read")
+        self._refuse(self.updater, at, program, what, "to", "updated by atomics")
+        self._refuse(self.writer, at, program, what, "to", "written")
         if self.writer is None:
             self.writer = np.zeros(self.data.size, np.int32)
-        self._refuse(self.writer[at], program, what, "to", "written")
         self.writer[at] = program + 1
 
-    def _refuse(self, owners: npt.NDArray[np.int32], program: int, what: str, to: str, done: str) -> None:
+    def update(self, at: npt.NDArray[np.int64], program: int, what: str) -> None:
+        """Note an atomic on the bytes `at`, which other programs may have touched by atomics only."""
+        self._refuse(self.reader, at, program, what, "to", "read")
+        self._refuse(self.writer, at, program, what, "to", "written")
+        self.updater = self._shared(self.updater, at, program)
+
+    def _shared(
+        self, users: npt.NDArray[np.int32] | None, at: npt.NDArray[np.int64], program: int
+    ) -> npt.NDArray[np.int32]:
+        """`users`, with this one too."""
+        if users is None:
+            users = np.zeros(self.data.size, np.int32)
+        before = users[at]
+        users[at] = np.where((before == 0) | (before == program + 1), program + 1, SEVERAL)
+        return users
+
+    def _refuse(
+        self,
+        users: npt.NDArray[np.int32] | None,
+        at: npt.NDArray[np.int64],
+        program: int,
+        what: str,
+        to: str,
+        done: str,
+    ) -> None:
+        if users is None:
+            return
+        owners = users[at]
         bad = (owners != 0) & (owners != program + 1)
         if bad.any():
             first = int(owners[bad][0])
@@ -92,7 +118,8 @@ class GlobalMemory:
                 return b
         return None
 
-    def _find(self, addr: npt.NDArray[np.int64], nbytes: int, what: str) -> Buffer:
+    def find(self, addr: npt.NDArray[np.int64], nbytes: int, what: str) -> Buffer:
+        """The buffer that holds `nbytes` at each address, a multiple of that."""
         lo, hi = int(addr.min()), int(addr.max()) + nbytes
         buf = self._locate(lo, hi)
         if buf is None:
@@ -112,11 +139,13 @@ class GlobalMemory:
             raise OutOfBounds(f"{what}: misaligned address in '{buf.name}'")
         return buf
 
-    def load(self, addr: npt.NDArray[np.int64], dt: DType, program: int, what: str = "load") -> Array:
+    def load(
+        self, addr: npt.NDArray[np.int64], dt: DType, program: int, what: str = "load", atomic: bool = False
+    ) -> Array:
         flat = addr.ravel()
-        buf = self._find(flat, dt.nbytes, what)
+        buf = self.find(flat, dt.nbytes, what)
         if self.races:
-            buf.read(flat - buf.base, program, what)
+            (buf.update if atomic else buf.read)(flat - buf.base, program, what)
         raw = buf.data[: buf.data.size // dt.store.itemsize * dt.store.itemsize].view(dt.store)
         return dt.decode(raw[(flat - buf.base) // dt.nbytes]).reshape(addr.shape)
 
@@ -130,8 +159,8 @@ class GlobalMemory:
         atomic: bool = False,
     ) -> None:
         flat = addr.ravel()
-        buf = self._find(flat, dt.nbytes, what)
-        if self.races and not atomic:
-            buf.write(flat - buf.base, program, what)
+        buf = self.find(flat, dt.nbytes, what)
+        if self.races:
+            (buf.update if atomic else buf.write)(flat - buf.base, program, what)
         raw = buf.data[: buf.data.size // dt.store.itemsize * dt.store.itemsize].view(dt.store)
         raw[(flat - buf.base) // dt.nbytes] = dt.encode(value).ravel()

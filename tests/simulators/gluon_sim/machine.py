@@ -1,9 +1,10 @@
 """The simulated machine: threads (one per partition), asynchronous engines and what orders their accesses.
 
 Ordering is tracked with bit sets. Every agent (a thread, an in-order engine, the pending and the completed side of
-a barrier) owns one bit; a remembered access carries the set of agents that are known to come after it. Releasing to
-an object adds the object's bit to everything the releaser sees; acquiring adds the acquirer's bit to everything the
-object has. A conflicting access by an agent whose bit is missing is a race, whatever the schedule happened to be.
+a barrier) owns one bit; a remembered access, or the end of the last use of a named barrier, carries the set of agents
+that are known to come after it. Releasing to an object adds the object's bit to everything the releaser sees; acquiring
+adds the acquirer's bit to everything the object has. A conflicting access by an agent whose bit is missing is a race,
+whatever the schedule happened to be.
 
 The warps of a partition are one thread: the compiler puts the barriers between them. The two CTAs of a pair share the
 bits, so that accesses of one to the memory of the other are ordered too. Not modelled: larger clusters, time.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from .barriers import MBarrier, NamedBarrier
 from .errors import BarrierError, InFlightAtExit, SimError
 from .global_memory import GlobalMemory
 from .layouts import TMEM_COLUMN_BYTES, TMEM_COLUMNS
-from .memory import Access, Space
+from .memory import Access, Event, Space
 from .views import View
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class AsyncOp:
     def __init__(self, name: str, run: Callable[[], bool], thread: Thread, where: str) -> None:
         self.name, self.run, self.thread, self.where = name, run, thread, where
         self.records: list[Access] = []
-        self.snapshot: list[Access] = []  # what the issuing thread was ordered after
+        self.snapshot: list[Event] = []  # what the issuing thread was ordered after
         self.seq = 0
 
 
@@ -172,6 +173,7 @@ class Cta:
         self.tmem = Space("tensor", TMEM_COLUMNS * TMEM_COLUMN_BYTES, races)
         self.spaces: list[Space] = first.spaces if first else []  # of the pair
         self.spaces += [self.smem, self.tmem]
+        self.ends: dict[NamedBarrier, Event] = first.ends if first else {}  # of the last use of each, of the pair
         self.cluster: NamedBarrier = first.cluster if first else NamedBarrier(self, "cluster barrier")
         self.barriers: dict[int, MBarrier] = {}
         self.named: dict[int, NamedBarrier] = {}
@@ -196,13 +198,17 @@ class Cta:
 
     def share(self, have: int, give: int) -> None:
         """Everything visible to `have` becomes visible to `give`."""
-        for space in self.spaces:
-            for rec in space.records:
-                if rec.vis & have:
-                    rec.vis |= give
+        for event in self._events():
+            if event.vis & have:
+                event.vis |= give
 
-    def seen_by(self, bit: int) -> list[Access]:
-        return [rec for space in self.spaces for rec in space.records if rec.vis & bit]
+    def seen_by(self, bit: int) -> list[Event]:
+        return [event for event in self._events() if event.vis & bit]
+
+    def _events(self) -> Iterator[Event]:
+        for space in self.spaces:
+            yield from space.records
+        yield from self.ends.values()
 
     def fence_async(self, thread: Thread) -> None:
         for rec in self.smem.records:

@@ -20,18 +20,27 @@ if TYPE_CHECKING:
     from .machine import Engine, Thread
 
 
-class Access:
-    """One remembered read ("r") or write ("w"). `vis` is the bit set of agents that are ordered after it.
+class Event:
+    """Something that happened. `vis` is the bit set of agents that are ordered after it."""
+
+    __slots__ = ("vis",)
+
+    def __init__(self, vis: int) -> None:
+        self.vis = vis
+
+
+class Access(Event):
+    """One remembered read ("r") or write ("w").
 
     `engine`: of an asynchronous access; `seq` is the number of its operation there.
     """
 
-    __slots__ = ("engine", "fenced", "fp", "kind", "proxy", "seq", "thread", "view", "vis", "what", "where")
+    __slots__ = ("engine", "fenced", "fp", "kind", "proxy", "seq", "thread", "view", "what", "where")
 
     def __init__(self, kind: str, view: View, thread: Thread, what: str, where: str) -> None:
+        super().__init__(thread.bit)
         self.kind, self.view, self.fp = kind, view, view.fp
         self.thread, self.what, self.where = thread, what, where
-        self.vis = thread.bit
         self.engine: Engine | None = None
         self.seq, self.proxy, self.fenced = 0, "generic", False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -91,6 +92,15 @@ class Region:
     """Blocks with one entry, the first."""
 
     blocks: list[Block] = field(default_factory=list)
+
+
+def walk(regions: Iterable[Region]) -> Iterator[tuple[list[Op], int]]:
+    """Every operation, as a list and a position in it."""
+    for region in regions:
+        for block in region.blocks:
+            for at, op in enumerate(block.ops):
+                yield block.ops, at
+                yield from walk(op.regions)
 
 
 @dataclass

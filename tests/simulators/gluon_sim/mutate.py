@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from .api import Options
 from .errors import SimError
 from .frontend import Program
-from .mlir import Op, Region
+from .mlir import Op, Region, walk
 from .operations.barriers import FLIP
 from .operations.tensor_cores import NO_COMMIT
 
@@ -34,7 +34,7 @@ CHANGES = {
     "ttng.clc_try_cancel": (DROP,),
     "tt.elementwise_inline_asm": (NAMED,),
 }
-BARRIER_TEXT = r"\bbar(?:rier)?\.(?:sync|arrive)[^;]*;"
+BARRIER_TEXT = r"(?:@!?\w+\s+)?\bbar(?:rier)?\.(?:cta\.)?(?:sync|arrive)[^;]*;"
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Mutant:
         module = copy.deepcopy(program.module)
         regions = [f.regions[0] for f in module.funcs.values()]
         _forget_code(regions)
-        ops, at = list(_walk(regions))[self.index]
+        ops, at = list(walk(regions))[self.index]
         op = ops[at]
         if op.name != self.op or op.loc != self.loc:
             raise ValueError(f"{self} does not belong to this program")
@@ -66,20 +66,13 @@ class Mutant:
         elif self.how == FEWER:
             key = "pendings" if "pendings" in op.attrs else "num"
             op.attrs[key] = str(op.int_attr(key) + 1)
-        elif self.how == NAMED:
-            op.attrs["asm_string"] = re.sub(BARRIER_TEXT, "", op.attrs["asm_string"])
+        elif self.how.startswith(NAMED):
+            text = op.attrs["asm_string"]
+            bar = list(re.finditer(BARRIER_TEXT, text))[int(self.how[len(NAMED) :] or 1) - 1]
+            op.attrs["asm_string"] = text[: bar.start()] + text[bar.end() :]
         else:
             op.attrs[FLIP if self.how == PARITY else NO_COMMIT] = "1"
         return replace(program, module=module, executable=None)
-
-
-def _walk(regions: Iterable[Region]) -> Iterator[tuple[list[Op], int]]:
-    """Every operation, as a list and a position in it."""
-    for region in regions:
-        for block in region.blocks:
-            for at, op in enumerate(block.ops):
-                yield block.ops, at
-                yield from _walk(op.regions)
 
 
 def _forget_code(regions: Iterable[Region]) -> None:
@@ -91,23 +84,25 @@ def _forget_code(regions: Iterable[Region]) -> None:
 
 
 def _operations(program: Program) -> list[Op]:
-    return [ops[at] for ops, at in _walk(f.regions[0] for f in program.module.funcs.values())]
+    return [ops[at] for ops, at in walk(f.regions[0] for f in program.module.funcs.values())]
 
 
-def _applies(how: str, op: Op) -> bool:
+def _ways(how: str, op: Op) -> list[str]:
+    """To change the operation like this: of several named barriers in a block each is dropped by itself."""
     if how == NAMED:
-        return re.search(BARRIER_TEXT, op.attrs["asm_string"]) is not None
-    return how != UNCOMMITTED or bool(op.segments()[6])
+        count = len(re.findall(BARRIER_TEXT, op.attrs["asm_string"]))
+        return [NAMED] * count if count < 2 else [f"{NAMED} {k + 1}" for k in range(count)]
+    return [how] if how != UNCOMMITTED or op.segments()[6] else []
 
 
 def mutants(program: Program) -> list[Mutant]:
     """Every change this module knows how to make to an operation that has been executed."""
     return [
-        Mutant(program.name, index, op.name, op.loc, how)
+        Mutant(program.name, index, op.name, op.loc, way)
         for index, op in enumerate(_operations(program))
         if op.hits
         for how in CHANGES.get(op.name, ())
-        if _applies(how, op)
+        for way in _ways(how, op)
     ]
 
 

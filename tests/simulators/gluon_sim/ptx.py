@@ -1,12 +1,13 @@
 """A small interpreter for the inline PTX that attention kernels contain, vectorised over all threads.
 
 Registers are unsigned-integer arrays of raw bits, one entry per execution of the assembly block. Forward branches
-become masks. `bar.sync` and `bar.arrive` are reported to the caller, which owns scheduling.
+become masks. Named barriers and reductions to global memory are handed to the caller, which owns scheduling and memory.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .dtypes import dtype
-from .errors import Unsupported
+from .errors import BarrierError, Unsupported
 from .ptx_math import COMPARE, FLOAT_OPS, Bits, as_f32, bits_of, float_op, integer_op
 
 
@@ -37,9 +38,31 @@ class Asm:
     n_outputs: int
     constraints: tuple[str, ...]
 
+    def has(self, *ops: str) -> bool:
+        return any(i.op in ops for i in self.instrs)
+
     @property
-    def barriers(self) -> list[Instr]:
-        return [i for i in self.instrs if i.op in ("bar", "barrier")]
+    def effects(self) -> bool:
+        """Whether it does more than compute."""
+        return self.has("bar", "barrier", "red")
+
+
+@dataclass(frozen=True)
+class Barrier:
+    """bar.sync or bar.arrive, of all threads."""
+
+    sync: bool
+    ident: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """red.add of fp32: each thread adds a row of `values` from its address on."""
+
+    name: str
+    addresses: npt.NDArray[np.int64]
+    values: npt.NDArray[np.float32]
 
 
 def _split_args(text: str) -> tuple[str, ...]:
@@ -139,6 +162,17 @@ class Machine:
             self.regs[name] = np.where(active, value, old)
 
     def run(self) -> list[Bits]:
+        """The outputs of a block that only computes."""
+        assert not self.asm.effects
+        for _ in self.steps():
+            pass
+        return self.outputs()
+
+    def outputs(self) -> list[Bits]:
+        return [self.regs[f"${k}"] for k in range(self.asm.n_outputs)]
+
+    def steps(self) -> Iterator[Barrier | Reduction]:
+        """Runs the block and stops where the caller has to do something."""
         for ins in self.asm.instrs:
             if ins.op == "label":
                 for m in self.joins.pop(ins.label or "", []):
@@ -152,10 +186,32 @@ class Machine:
                 self.joins.setdefault(ins.args[0], []).append(active)
                 self.mask = self.mask & ~active
                 continue
-            if ins.op in ("bar", "barrier"):
-                continue
-            self.execute(ins, active)
-        return [self.regs[f"${k}"] for k in range(self.asm.n_outputs)]
+            if ins.op not in ("bar", "barrier", "red"):
+                self.execute(ins, active)
+            elif active.any():
+                yield self.reduction(ins, active) if ins.op == "red" else self.barrier(ins, active)
+
+    def barrier(self, ins: Instr, active: npt.NDArray[np.bool_]) -> Barrier:
+        name = ".".join((ins.op, *ins.mods))
+        if not {"sync", "arrive"} & {*ins.mods} or len(ins.args) != 2:
+            raise Unsupported(f"inline assembly {name} {', '.join(ins.args)}")
+        if not active.all():
+            raise Unsupported(f"inline assembly {name} in some of the threads")
+        ident, count = (np.unique(self.get(a)) for a in ins.args)
+        if len(ident) > 1 or len(count) > 1:
+            raise BarrierError(f"{name} {', '.join(ins.args)}: not the same in all threads")
+        return Barrier("sync" in ins.mods, int(ident[0]), int(count[0]))
+
+    def reduction(self, ins: Instr, active: npt.NDArray[np.bool_]) -> Reduction:
+        name = ".".join((ins.op, *ins.mods))
+        known = re.match(r"red\.(?:relaxed\.)?(?:(?:gpu|sys)\.)?global\.add\.(?:v[24]\.)?f32$", name)
+        place = re.match(r"\[\s*([$\w]+)\s*(?:\+\s*(\w+)\s*)?\]$", ins.args[0])
+        names = [n.strip() for n in ins.args[1].strip("{}").split(",")]
+        if not known or not place or len(names) != {"v2": 2, "v4": 4}.get(ins.mods[-2], 1):
+            raise Unsupported(f"inline assembly {name} {', '.join(ins.args)}")
+        at = self.get(place.group(1), 64) + np.uint64(immediate(place.group(2) or "0"))
+        values = np.stack([as_f32(self.get(n)) for n in names], -1)
+        return Reduction(name, at[active].astype(np.int64), values[active])
 
     def execute(self, ins: Instr, active: npt.NDArray[np.bool_]) -> None:
         op, mods, args = ins.op, ins.mods, ins.args

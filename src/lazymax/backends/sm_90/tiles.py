@@ -3,6 +3,7 @@
 from typing import Any
 
 from .. import HALF, LARGEST_HEAD_DIM, Backend, BackwardTile, Half, Tile, When
+from .backward_rows import HopperBackwardTile
 from .rows import HopperTile
 
 MEASURED = "H200, 2026-11-29, torch 2.11.0, Triton 3.6.0"
@@ -46,6 +47,24 @@ NARROW_BACKWARD: dict[str, Any] = dict(
 )
 OF_8 = f"{NEXT_DAY}: of 8 tiles at S=1024 to 16384, causal and full, one key head for each query head, dQ the best"
 BACKWARD = (
+    # The kernel of this folder.
+    HopperBackwardTile(
+        width=64,
+        keys=Half(block_m=128, block_n=128, num_warps=4, num_stages=2),
+        when=When(min_programs=0.5),
+        pipelined=True,
+        rounded=True,
+        reason="tiles of 128 queries, so that each consumer has 64 rows of dQ; the exponentials of the next under dK",
+        provenance="",
+    ),
+    HopperBackwardTile(
+        width=128,
+        keys=Half(block_m=64, block_n=128, num_warps=4, num_stages=2),
+        when=When(min_programs=0.5),
+        reason="dK and dV of 64 keys take 128 registers a thread: tiles of 64 queries, one after the other",
+        provenance="",
+    ),
+    # The portable kernels.
     BackwardTile(
         keys=Half(block_m=64, block_n=64, num_warps=4, num_stages=3),
         queries=Half(block_m=128, block_n=64, num_warps=4, num_stages=3),

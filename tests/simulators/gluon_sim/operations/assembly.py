@@ -1,51 +1,92 @@
 """Inline assembly: ptx.py runs it; here its operands are put into registers in the order of the real layout.
 
-A named barrier in a block counts once per thread, however many elements the block is applied to.
+A named barrier in a block counts once per thread, however many elements the block is applied to. Reductions to global
+memory are those of all threads: what several hold of a tensor, several add.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from .. import ptx
-from ..dtypes import DType
-from ..errors import Unsupported
+from ..barriers import NAMED_BARRIERS, WARP
+from ..dtypes import DType, dtype
+from ..errors import BarrierError, Unsupported
 from ..interpreter import Env, Executable, pure
 from ..machine import Steps, Thread
-from ..mlir import Op, Type
+from ..mlir import Op, Type, walk
 from ..registers import register_order
 from .common import Fn, slots
+from .global_memory import atomic
+
+FADD = 5  # of tt.atomic_rmw
 
 
 @pure("tt.elementwise_inline_asm")
 def _inline_asm(op: Op, exe: Executable) -> Fn:
     block = _Block(op)
-    if not block.asm.barriers:
+    if not block.asm.effects:
         return block.compute
+    if block.asm.has("red") and exe.module.ctas == 2:
+        raise Unsupported("atomics of a pair of CTAs")
 
-    def with_barriers(env: Env, th: Thread) -> Steps:
-        for ins in block.asm.barriers:
-            yield from _named_barrier(ins, th)
-        block.compute(env)
+    free = _first_free(exe)
 
-    with_barriers.style = "steps"  # type: ignore[attr-defined]
-    return with_barriers
+    def with_effects(env: Env, th: Thread) -> Steps:
+        call = block.prepare(env)
+        for effect in call.machine.steps():
+            if isinstance(effect, ptx.Barrier):
+                yield from _named_barrier(effect, th, free)
+            else:
+                yield None
+                _reduce(effect, th)
+        block.finish(call, env)
+
+    with_effects.style = "steps"  # type: ignore[attr-defined]
+    return with_effects
 
 
-def _named_barrier(ins: ptx.Instr, th: Thread) -> Steps:
-    """bar.arrive or bar.sync."""
-    ident, count = (ptx.immediate(a) for a in ins.args[:2])
+def _first_free(exe: Executable) -> int:
+    """The first named barrier that is not Triton's: 0 is, and where warps specialise 1 and one for each partition but
+    the first."""
+    ops = [ops[at] for ops, at in walk(f.regions[0] for f in exe.module.funcs.values())]
+    workers = [len(op.list_attr("partitionNumWarps")) for op in ops if op.name == "ttg.warp_specialize"]
+    return 2 + max(workers) if workers else 1
+
+
+def _named_barrier(given: ptx.Barrier, th: Thread, free: int) -> Steps:
     yield None
-    bar = th.cta.named_barrier(ident)
+    if not free <= given.ident < NAMED_BARRIERS:
+        raise BarrierError(f"named barrier {given.ident}: those that Triton leaves are {free} to {NAMED_BARRIERS - 1}")
+    if given.count % WARP or not given.count:
+        raise BarrierError(f"named barrier {given.ident}: {given.count} threads are no whole warps")
+    bar = th.cta.named_barrier(given.ident)
     generation = bar.generation
-    bar.arrive(th, count)
-    if "sync" in ins.mods:
+    bar.arrive(th, given.count)
+    if given.sync:
         while bar.generation == generation:
-            th.waiting_for = f"{bar.label} ({bar.arrived} of {count} threads arrived)"
+            th.waiting_for = f"{bar.label} ({bar.arrived} of {given.count} threads arrived)"
             yield lambda: bar.generation != generation
         th.cta.share(bar.done_bit, th.bit)
+
+
+def _reduce(given: ptx.Reduction, th: Thread) -> None:
+    """An atomic for each element; aligned is the vector."""
+    f32, width = dtype("f32"), given.values.shape[1]
+    th.cta.gmem.find(given.addresses, width * f32.nbytes, given.name)
+    atomic(th, FADD, given.addresses[:, None] + np.arange(width) * f32.nbytes, given.values, None, f32)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One execution of a block. `full`: the shape of its operands, `idx`: the elements of each thread."""
+
+    machine: ptx.Machine
+    full: tuple[int, ...]
+    idx: Any
 
 
 class _Block:
@@ -65,23 +106,28 @@ class _Block:
         bits = ty.dtype.bits
         return max(1, bits * self.pack // (64 if bits == 64 else 32))
 
-    def _arrange(self, shape: tuple[int, ...], enc: str, th: Thread) -> Any:
+    def _arrange(self, shape: tuple[int, ...], enc: str) -> Any:
         """Flat element indices as [warps, lanes, calls, pack] (layout order), or row-major if unknown."""
         pack, n = self.pack, int(np.prod(shape)) if shape else 1
         order = register_order(enc, shape) if shape and enc else None
         if order is None or order.shape[2] % pack:
             if n % pack:
                 raise Unsupported(f"inline assembly with pack={pack} on {n} elements")
-            if pack > 2:
+            if pack > 2 or self.asm.has("red"):
                 raise Unsupported(f"inline assembly with pack={pack} needs the register layout of {enc}")
             return np.arange(n).reshape(-1, pack)
         return order.reshape(order.shape[0], order.shape[1], -1, pack)
 
     def compute(self, env: Env) -> None:
+        call = self.prepare(env)
+        call.machine.run()
+        self.finish(call, env)
+
+    def prepare(self, env: Env) -> _Call:
         asm = self.asm
         # inside a combine region the types are scalar but the values are whole slices
         full = self.out_types[0].shape or np.broadcast_shapes(*[np.shape(env[s]) for s in self.src])
-        idx = self._arrange(full, self.out_types[0].enc, env[-1])
+        idx = self._arrange(full, self.out_types[0].enc)
         shape = idx.shape[:-1]
         operands: list[Any] = []
         for s, t in zip(self.src, self.in_types, strict=True):
@@ -93,14 +139,17 @@ class _Block:
         for c, v in zip(asm.constraints[asm.n_outputs :], operands, strict=False):
             if c.isdigit():
                 outs[int(c)] = v
-        outs = ptx.Machine(asm, outs + operands, shape).run()
+        return _Call(ptx.Machine(asm, outs + operands, shape), full, idx)
+
+    def finish(self, call: _Call, env: Env) -> None:
+        outs = call.machine.outputs()
         for d, t in zip(self.dst, self.out_types, strict=True):
             count = self._registers(t)
-            flat = np.zeros(int(np.prod(full)), t.dtype.store)
-            flat[idx] = _from_regs(outs[:count], t.dtype, self.pack)
+            flat = np.zeros(int(np.prod(call.full)), t.dtype.store)
+            flat[call.idx] = _from_regs(outs[:count], t.dtype, self.pack)
             outs = outs[count:]
-            value = t.dtype.decode(flat.reshape(full))
-            env[d] = value if full else value[()]
+            value = t.dtype.decode(flat.reshape(call.full))
+            env[d] = value if call.full else value[()]
 
 
 def _to_regs(raw: Any, dt: DType, pack: int) -> list[Any]:

@@ -24,8 +24,8 @@ def complete(op: AsyncOp, bit: int) -> None:
     """Agent `bit` comes after the operation and after what its issuer had seen."""
     for rec in op.records:
         rec.vis |= bit
-    for rec in op.snapshot:
-        rec.vis |= bit
+    for event in op.snapshot:
+        event.vis |= bit
 
 
 def wait_groups(engine: Engine, th: Thread, pending: int) -> Steps:

@@ -102,19 +102,15 @@ def atomic(th: Thread, kind: int, addr: Any, val: Any, mask: Any, dt: DType) -> 
     if len(np.unique(flat_a[flat_s])) == int(flat_s.sum()) and kind in (4, 5, 10):
         if flat_s.any():
             a, v = flat_a[flat_s], flat_v[flat_s]
-            races, gm.races = gm.races, False
-            old = gm.load(a, dt, pid, "atomic")
-            gm.races = races
+            old = gm.load(a, dt, pid, "atomic", atomic=True)
             flat_o[flat_s] = old
             gm.store(a, v if kind == 10 else dt.cast(old + v), dt, pid, "atomic", atomic=True)
     else:
-        races, gm.races = gm.races, False
         for i in np.flatnonzero(flat_s):
             a = flat_a[i : i + 1]
-            old = gm.load(a, dt, pid, "atomic")[0]
+            old = gm.load(a, dt, pid, "atomic", atomic=True)[0]
             flat_o[i] = old
             gm.store(a, np.asarray([dt.cast(_rmw(kind, old, flat_v[i]))]), dt, pid, "atomic", atomic=True)
-        gm.races = races
     return flat_o.reshape(addr.shape) if addr.shape else flat_o[0]
 
 
@@ -142,14 +138,12 @@ def _atomic_cas(op: Op, exe: Executable) -> Fn:
         cmp, val = np.broadcast_to(env[c], addr.shape), np.broadcast_to(env[v], addr.shape)
         out = np.zeros(addr.shape, dt.compute)
         gm, pid = th.cta.gmem, th.cta.linear
-        races, gm.races = gm.races, False
         for i in range(addr.size):
             a = addr.ravel()[i : i + 1]
-            old = gm.load(a, dt, pid, "atomic")[0]
+            old = gm.load(a, dt, pid, "atomic", atomic=True)[0]
             out.ravel()[i] = old
             if old == cmp.ravel()[i]:
                 gm.store(a, val.ravel()[i : i + 1], dt, pid, "atomic", atomic=True)
-        gm.races = races
         env[dst] = out.reshape(np.shape(env[p]))[()]
 
     return run

@@ -15,7 +15,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .. import TARGETS, Options, Outcome, activate, run_mutants, simulate
 from ..machine import Stats
-from . import faults, kernels_blackwell, kernels_hopper, kernels_pairs, kernels_small
+from . import faults, kernels_blackwell, kernels_exchange, kernels_hopper, kernels_pairs, kernels_small
 from .box import Box
 
 
@@ -121,6 +121,29 @@ def maximum_of_a_pair() -> None:
     simulate(kernels_pairs.maximum, (1,), torch.arange(256.0), torch.zeros(256), num_ctas=2, num_warps=4)
 
 
+def exchange(options: Options, fault: str = "none", by_tma: bool = False, shift: int = 0) -> Stats:
+    """The exchange of kernels_exchange.py by two programs; its ring of 2 slots takes 5 tiles. shift: of the output."""
+    n = 5
+    x, b = _random(256, n * 64, seed=0), _random(256, 128, seed=1)
+    st, out = _random(n, 64, seed=2).float(), torch.ones(n * 64 * 128)
+    swizzled, plain = (gl.NVMMASharedLayout(width, bits, rank=2) for width, bits in ((128, 16), (0, 32)))
+    given = [
+        TensorDescriptor.from_tensor(b, [128, 128], swizzled),
+        TensorDescriptor.from_tensor(st, [1, 64], plain),
+        out[shift:],
+        TensorDescriptor.from_tensor(out.view(-1, 128), [64, 64], gl.NVMMASharedLayout(128, 32, rank=2)),
+    ]
+    code = (faults.EXCHANGE | faults.EXCHANGE_TMA)[fault]
+    stats = simulate(kernels_exchange.exchange, (2,), x, *given, n, n, by_tma, code, options=options).stats
+    if by_tma:
+        got = out.view(n, 64, 128)
+    else:  # tile, half, 8 columns, warp, row of 8, pair of columns, upper or lower rows, column
+        got = out.view(n, 2, 8, 4, 8, 4, 2, 2).permute(0, 3, 6, 4, 1, 2, 5, 7).reshape(n, 64, 128)
+    tiles = (x.float().view(256, n, 64) * st * (torch.arange(64) >= 8)).half().float()
+    assert (got - 1 - torch.einsum("ktq,kd->tqd", tiles, b.float())).abs().max() < 1e-3
+    return stats
+
+
 def cancel(options: Options, fault: str = "none") -> Stats:
     """Programs of 12 that cancel others: each is run once, by itself or by who cancelled it."""
     dst = torch.zeros(12, dtype=torch.int32)
@@ -132,6 +155,13 @@ def cancel(options: Options, fault: str = "none") -> Stats:
 def named(options: Options) -> None:
     """named_barrier of kernels_small.py, which is right."""
     simulate(kernels_small.named_barrier, (1,), torch.zeros(128), True, options=options)
+
+
+def handshake(options: Options) -> None:
+    """two_barriers of kernels_small.py, which is right."""
+    dst = torch.zeros(4, 128)
+    simulate(kernels_small.two_barriers, (1,), dst, options=options)
+    assert (dst == torch.arange(1.0, 5)[:, None]).all()
 
 
 def mutate(call: str, target: str, seeds: Iterable[int]) -> list[Outcome]:

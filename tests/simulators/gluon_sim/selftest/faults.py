@@ -23,6 +23,17 @@ PAIR = {
     "no_commit_kv": 5,
     "products_wait_for_one_half": 6,
 }
+EXCHANGE = {
+    "none": 0,
+    "no_sync": 1,
+    "no_arrive": 2,
+    "arrive_before_store": 3,
+    "no_fence": 4,
+    "clear_first": 5,
+    "one_id": 6,
+    "add_plainly": 7,
+}
+EXCHANGE_TMA = {"no_store_wait": 8, "no_stage_fence": 9}  # of the variant that adds by TMA
 CANCEL = {"none": 0, "expect_too_few_bytes": 1, "no_wait": 2, "no_fence": 3, "id_of_a_refusal": 4, "ask_again": 5}
 
 ATTENTION = {

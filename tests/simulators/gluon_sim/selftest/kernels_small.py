@@ -260,6 +260,83 @@ def _nb_write(buf):
     )
 
 
+@gluon.constexpr_function
+def _bar(sync, ident, count):
+    return ("bar.sync " if sync else "bar.arrive ") + ident + ", " + str(count) + "; mov.b32 $0, 0;"
+
+
+@gluon.jit
+def barrier_of(src, IDENT: gl.constexpr, COUNT: gl.constexpr):
+    """A named barrier whose id is written, or what each thread read ("$1")."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    TEXT: gl.constexpr = _bar(True, IDENT, COUNT)
+    ident = gl.load(src + gl.arange(0, 128, layout))
+    gl.inline_asm_elementwise(TEXT, "=r,r", [ident], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def two_barriers(dst):
+    """Both halves of a handshake, two barriers in one block of assembly."""
+    buf = gl.allocate_shared_memory(gl.float32, [128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    gl.warp_specialize([(_back_and_forth, (dst, buf, 0)), (_back_and_forth, (dst, buf, 1))], [4], [64])
+
+
+@gluon.constexpr_function
+def _swap(first, second):
+    return f"bar.arrive {first}, 256; bar.sync {second}, 256; mov.b32 $0, 0;"
+
+
+@gluon.jit
+def _both(W: gl.constexpr, FIRST: gl.constexpr):
+    TEXT: gl.constexpr = _swap(FIRST + W, FIRST + 1 - W)
+    gl.inline_asm_elementwise(TEXT, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _back_and_forth(dst, buf, W: gl.constexpr):
+    """Each writes twice, in turn, what the other reads."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    for k in gl.static_range(4):
+        if k % 2 == W:
+            buf.store(gl.full([128], k + 1.0, gl.float32, layout))
+        _both(W, 8)
+        if k % 2 != W:
+            gl.store(dst + k * 128 + gl.arange(0, 128, layout), buf.load(layout))
+        _both(W, 10)
+
+
+@gluon.jit
+def add_pairs(dst, LANES: gl.constexpr):
+    """Two ones to each pair of `dst`, by every thread that holds them."""
+    layout: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
+    i = gl.arange(0, 2 * LANES, layout)
+    one = gl.full([2 * LANES], 1.0, gl.float32, layout)
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.f32 p, $1, 0f00000000; @p red.gpu.global.add.v2.f32 [$3 + 8], {$1, $2}; "
+        "mov.b32 $0, 0; }",
+        "=r,f,f,l,l",
+        [one, (dst + i).to(gl.int64, bitcast=True)],
+        dtype=gl.int16,
+        is_pure=False,
+        pack=2,
+    )
+
+
+@gluon.jit
+def add_and_touch(dst, BLOCK: gl.constexpr, WHAT: gl.constexpr):
+    """Program 0 uses atomics, program 1 a load (0), a store (1) or atomics (2) of the same place."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    i = gl.arange(0, BLOCK, layout)
+    if gl.program_id(0) == 0:
+        gl.atomic_add(dst + i, gl.full([BLOCK], 1.0, gl.float32, layout))
+    elif WHAT == 0:
+        gl.store(dst + BLOCK + i, gl.load(dst + i))
+    elif WHAT == 1:
+        gl.store(dst + i, gl.full([BLOCK], 1.0, gl.float32, layout))
+    else:
+        gl.atomic_add(dst + i, gl.full([BLOCK], 1.0, gl.float32, layout))
+
+
 @gluon.jit
 def packed_asm(src, dst, L: gl.constexpr):
     """Two elements per call; the second is negated, so the register order of the layout shows."""

@@ -50,6 +50,28 @@ def turn(SYNC: gl.constexpr, WARPGROUP: gl.constexpr):
 
 
 @gluon.jit
+def meet():
+    """Both warpgroups, at a barrier that neither `turn` nor `tell` uses."""
+    TEXT: gl.constexpr = _turn_text(True, FIRST_BARRIER + 4)
+    gl.inline_asm_elementwise(TEXT, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def tell(WARPGROUP: gl.constexpr, i):
+    """The other warpgroup that this one is so far, in round i. Two barriers in turns: it may be there for the next
+    round before the other has heard of this one."""
+    gl.inline_asm_elementwise("bar.arrive $1, 256; mov.b32 $0, 0;", "=r,r", [FIRST_BARRIER + WARPGROUP + i % 2 * 2],
+                              dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def hear(WARPGROUP: gl.constexpr, i):
+    """Wait until that warpgroup has told so, in round i."""
+    gl.inline_asm_elementwise("bar.sync $1, 256; mov.b32 $0, 0;", "=r,r", [FIRST_BARRIER + WARPGROUP + i % 2 * 2],
+                              dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def reciprocal(x):
     """To one unit in the last place, in one instruction where a division takes four."""
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)

@@ -1,0 +1,367 @@
+"""The backward for Hopper, in Gluon: five products a tile where the portable kernels need seven.
+
+A CTA has 128 keys of one key head: two consumer warpgroups with 64 keys each, which hold dK and dV in registers, and a
+producer warp. K and V stay in shared memory; tiles of BLOCK_M queries stream through rings of Q with its statistics,
+and of dO, for every query head of the group. Tiles of scores are turned (keys x queries), so that P^T and dS^T go from
+registers into dV and dK. dS^T also goes to shared memory; behind a barrier of both consumers each computes half of dQ,
+of all 128 keys, and adds it to a sum in memory (`sums.py`).
+
+PIPELINED: the scores of the next tile are multiplied beside dQ and dK, and its exponentials taken under dK; else the
+next tile begins when this one has ended. What is in flight over the edge of the loop costs everything: ptxas then waits
+behind every product (C7514).
+
+The maths is that of `kernels/gradients.py`. As there, what is rare leaves NaN or inf in the results, and is computed
+again: `finish.py`.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from . import assembly, backward_bounds, copies, layouts, sums
+
+KEYS = gl.constexpr(128)  # of a CTA, half of them of each consumer
+
+
+class Config(NamedTuple):
+    """What one build is specialised for; every field a `gl.constexpr`."""
+
+    BLOCK_M: Any  # queries of a tile: 64, or 128 where tiles have 64 columns
+    WIDTH: Any  # columns of the tiles of q, k, v and d_out: 64 or 128
+    SLOTS: Any  # of Q, a power of two; dO has two
+    HAS_FIRST: Any  # the band has a left bound
+    HAS_LAST: Any  # the band has a right bound
+    PIPELINED: Any
+    ROUNDED: Any  # dS from P as dV takes it, which then needs no other registers
+    REGISTERS: Any  # of a thread of a consumer
+
+
+class Call(NamedTuple):
+    """The arguments of `attention_backward`, see there."""
+
+    q_tiles: Any
+    k_tiles: Any
+    v_tiles: Any
+    g_tiles: Any
+    stats_tiles: Any
+    dk_tiles: Any
+    dv_tiles: Any
+    d_queries: Any
+    found: Any
+    scale_log2: Any
+    scale: Any
+    q_len: Any
+    kv_len: Any
+    first_offset: Any
+    last_offset: Any
+    kv_heads: Any
+    group: Any
+    n_blocks: Any
+    n_heads: Any
+    together: Any
+
+
+class Shared(NamedTuple):
+    """Shared memory and its barriers."""
+
+    q: Any
+    g: Any  # dO
+    k: Any
+    v: Any
+    ds: Any  # dS^T of two tiles; in the end dV, then dK on the way out
+    stats: Any  # of each slot of Q: LSE in log2 units, delta
+    keys_full: Any  # of K, of V
+    q_full: Any
+    q_empty: Any
+    g_full: Any
+    g_empty: Any
+
+
+@gluon.jit
+def _allocate(call, config):
+    """Shared memory and barriers, ready."""
+    L: gl.constexpr = mbarrier.MBarrierLayout()
+    DTYPE: gl.constexpr = call.q_tiles.dtype
+    ROWS: gl.constexpr = config.BLOCK_M
+    COLS: gl.constexpr = config.WIDTH
+    SLOTS: gl.constexpr = config.SLOTS
+    q = gl.allocate_shared_memory(DTYPE, [SLOTS, 1, 1, ROWS, COLS], call.q_tiles.layout)
+    g = gl.allocate_shared_memory(DTYPE, [2, 1, 1, ROWS, COLS], call.g_tiles.layout)
+    k = gl.allocate_shared_memory(DTYPE, [1, 1, KEYS, COLS], call.k_tiles.layout)
+    v = gl.allocate_shared_memory(DTYPE, [1, 1, KEYS, COLS], call.v_tiles.layout)
+    ds = gl.allocate_shared_memory(DTYPE, [2, KEYS, ROWS], gl.NVMMASharedLayout(128, 16, rank=2))
+    stats = gl.allocate_shared_memory(gl.float32, [2 * SLOTS, 1, ROWS], call.stats_tiles.layout)
+    keys_full = gl.allocate_shared_memory(gl.int64, [2, 1], L)
+    q_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], L)
+    q_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], L)
+    g_full = gl.allocate_shared_memory(gl.int64, [2, 1], L)
+    g_empty = gl.allocate_shared_memory(gl.int64, [2, 1], L)
+    for i in gl.static_range(2):
+        mbarrier.init(keys_full.index(i), count=1)
+        mbarrier.init(g_full.index(i), count=1)
+        mbarrier.init(g_empty.index(i), count=2)
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=2)
+    fence_async_shared()
+    return Shared(q, g, k, v, ds, stats, keys_full, q_full, q_empty, g_full, g_empty)
+
+
+@gluon.jit
+def _produce(shared, call, config):
+    """K and V once, then Q, its statistics and dO of every tile."""
+    ROWS: gl.constexpr = config.BLOCK_M
+    COLS: gl.constexpr = config.WIDTH
+    work = backward_bounds.work(call, config)
+    key = work.block * KEYS
+    mbarrier.expect(shared.keys_full.index(0), KEYS * COLS * 2)
+    copies.load(call.k_tiles, [work.batch, work.kv_head, key, 0], shared.keys_full.index(0), shared.k)
+    mbarrier.expect(shared.keys_full.index(1), KEYS * COLS * 2)
+    head, tile = work.kv_head * call.group, work.begin
+    heads = call.kv_heads * call.group
+    n_tiles = gl.cdiv(call.q_len, ROWS)
+    plane = call.n_heads * call.group * n_tiles
+    for i in range(work.tiles):
+        slot = i & (config.SLOTS - 1)
+        mbarrier.wait(shared.q_empty.index(slot), ((i // config.SLOTS) & 1) ^ 1)
+        full = shared.q_full.index(slot)
+        mbarrier.expect(full, ROWS * (COLS * 2 + 8))
+        copies.load(call.q_tiles, [work.batch, head, tile * ROWS, 0], full, shared.q.index(slot))
+        at = (work.batch * heads + head) * n_tiles + tile
+        copies.load(call.stats_tiles, [at, 0], full, shared.stats.index(2 * slot))
+        copies.load(call.stats_tiles, [plane + at, 0], full, shared.stats.index(2 * slot + 1))
+        if i == 0:
+            copies.load(call.v_tiles, [work.batch, work.kv_head, key, 0], shared.keys_full.index(1), shared.v)
+        mbarrier.wait(shared.g_empty.index(i & 1), ((i >> 1) & 1) ^ 1)
+        full = shared.g_full.index(i & 1)
+        mbarrier.expect(full, ROWS * COLS * 2)
+        copies.load(call.g_tiles, [work.batch, head, tile * ROWS, 0], full, shared.g.index(i & 1))
+        head, tile = backward_bounds.after(head, tile, work, 1)
+
+
+@gluon.jit
+def _issue_turned(left, right, config):
+    """(64 keys, BLOCK_M): left of the consumer's keys times what the queries have, under way."""
+    ROWS: gl.constexpr = config.BLOCK_M
+    zeros = gl.zeros([64, ROWS], gl.float32, layouts.accumulator(ROWS))
+    right = right.reshape([ROWS, config.WIDTH]).permute((1, 0))
+    return warpgroup_mma(left, right, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _load_stats(shared, slot, PLANE: gl.constexpr, config):
+    """One number of each query of a tile, as the columns of a turned tile."""
+    ROWS: gl.constexpr = config.BLOCK_M
+    L: gl.constexpr = gl.SliceLayout(0, layouts.accumulator(ROWS))
+    return shared.stats.index(2 * slot + PLANE).reshape([ROWS]).load(L)
+
+
+@gluon.jit
+def _probabilities(s, shared, slot, tile, key, call, config):
+    """Raw turned scores of the keys from `key` on -> P^T."""
+    rest = _load_stats(shared, slot, 0, config)
+    p = gl.exp2(s * call.scale_log2 - rest[None, :])
+    if config.HAS_FIRST or config.HAS_LAST:
+        row = tile * config.BLOCK_M
+        if backward_bounds.cut(row, key, call, config):
+            # A column is 8 times a register's place plus a lane's: the first is a constant.
+            EIGHTS: gl.constexpr = config.BLOCK_M // 8
+            apart = p.reshape([64, EIGHTS, 8])
+            L: gl.constexpr = apart.type.layout
+            keys = gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, L)))
+            lanes = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, L)))
+            places = gl.arange(0, EIGHTS, gl.SliceLayout(0, gl.SliceLayout(2, L))) * 8
+            if config.HAS_LAST:
+                ahead = (keys + assembly.here(key - row - call.last_offset))[:, None, None] - lanes[None, None, :]
+                apart = gl.where(ahead <= places[None, :, None], apart, 0.0)
+            if config.HAS_FIRST:
+                ahead = (keys + assembly.here(key - row - call.first_offset))[:, None, None] - lanes[None, None, :]
+                apart = gl.where(ahead >= places[None, :, None], apart, 0.0)
+            p = gl.convert_layout(apart.reshape([64, config.BLOCK_M]), s.type.layout)
+    return p
+
+
+@gluon.jit
+def _narrow(x, dtype: gl.constexpr, config):
+    """P^T or dS^T as the left operand of its product; moves no data."""
+    return gl.convert_layout(x.to(dtype), layouts.left_operand(config.WIDTH))
+
+
+@gluon.jit
+def _hand_over(ds, shared, i, W: gl.constexpr):
+    """dS^T of the consumer's keys to shared memory: the tile's dS^T of all keys, whole behind the barrier."""
+    tile = shared.ds.index(i & 1)
+    tile.slice(W * (KEYS // 2), KEYS // 2, 0).store(ds)
+    fence_async_shared()
+    return tile
+
+
+@gluon.jit
+def _issue_queries(ds, shared, config, W: gl.constexpr):
+    """The consumer's half of dQ, (64, 64), under way: of the columns of a tile of 64 queries, of the queries of one of
+    128."""
+    k = shared.k.reshape([KEYS, config.WIDTH])
+    if config.WIDTH == 128:
+        k = k.slice(W * 64, 64, 1)
+    else:
+        ds = ds.slice(W * 64, 64, 1)
+    zeros = gl.zeros([64, 64], gl.float32, layouts.accumulator(64))
+    return warpgroup_mma(ds.permute((1, 0)), k, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _add_queries(dq, at, call, config, W: gl.constexpr):
+    """at: the tile's number, of all heads."""
+    sums.add(dq, call.d_queries + at.to(gl.int64) * (config.BLOCK_M * config.WIDTH) + W * 4096)
+
+
+@gluon.jit
+def _walk(keys, values, shared, work, key, call, config, W: gl.constexpr):
+    """dK (without the scale) and dV of 64 keys: one tile of queries after the other."""
+    COLS: gl.constexpr = config.WIDTH
+    DTYPE: gl.constexpr = shared.q.dtype
+    dk = gl.zeros([64, COLS], gl.float32, layouts.accumulator(COLS))
+    dv = gl.zeros([64, COLS], gl.float32, layouts.accumulator(COLS))
+    n_tiles = gl.cdiv(call.q_len, config.BLOCK_M)
+    before, tile = backward_bounds.tiles_before(work, call, config), work.begin
+    for i in range(work.tiles):
+        slot = i & (config.SLOTS - 1)
+        place = i & 1
+        mbarrier.wait(shared.q_full.index(slot), (i // config.SLOTS) & 1)
+        s_issued = _issue_turned(keys, shared.q.index(slot), config)
+        mbarrier.wait(shared.g_full.index(place), (i >> 1) & 1)
+        dp_issued = _issue_turned(values, shared.g.index(place), config)
+        s = warpgroup_mma_wait(1, [s_issued])
+        p = _probabilities(s, shared, slot, tile, key, call, config)
+        weight = _narrow(p, DTYPE, config)
+        if config.ROUNDED:
+            p = p.to(DTYPE)
+        g = shared.g.index(place).reshape([config.BLOCK_M, COLS])
+        dv_issued = warpgroup_mma(weight, g, dv, is_async=True)
+        dp = warpgroup_mma_wait(1, [dp_issued])
+        delta = _load_stats(shared, slot, 1, config)
+        ds = (p.to(gl.float32) * (dp - delta[None, :])).to(DTYPE)
+        whole = _hand_over(ds, shared, i, W)
+        assembly.meet()
+        dq_issued = _issue_queries(whole, shared, config, W)
+        q = shared.q.index(slot).reshape([config.BLOCK_M, COLS])
+        dk_issued = warpgroup_mma(_narrow(ds, DTYPE, config), q, dk, is_async=True)
+        dq, dv = warpgroup_mma_wait(1, [dq_issued, dv_issued])
+        mbarrier.arrive(shared.g_empty.index(place), count=1)
+        _add_queries(dq, before + tile, call, config, W)
+        dk = warpgroup_mma_wait(0, [dk_issued])
+        mbarrier.arrive(shared.q_empty.index(slot), count=1)
+        before, tile = backward_bounds.after(before, tile, work, n_tiles)
+    return dk, dv
+
+
+@gluon.jit
+def _walk_pipelined(keys, values, shared, work, key, call, config, W: gl.constexpr):
+    """The same. P goes over the edge of the loop as dV takes it: in fp32 it spilled 130 to 240 bytes."""
+    COLS: gl.constexpr = config.WIDTH
+    DTYPE: gl.constexpr = shared.q.dtype
+    dk = gl.zeros([64, COLS], gl.float32, layouts.accumulator(COLS))
+    dv = gl.zeros([64, COLS], gl.float32, layouts.accumulator(COLS))
+    n_tiles = gl.cdiv(call.q_len, config.BLOCK_M)
+    before, tile = backward_bounds.tiles_before(work, call, config), work.begin
+    mbarrier.wait(shared.q_full.index(0), 0)
+    s = warpgroup_mma_wait(0, [_issue_turned(keys, shared.q.index(0), config)])
+    p = _probabilities(s, shared, 0, tile, key, call, config).to(DTYPE)
+    mbarrier.wait(shared.g_full.index(0), 0)
+    for i in range(work.tiles):
+        slot = i & (config.SLOTS - 1)
+        place = i & 1
+        g = shared.g.index(place)
+        dp_issued = _issue_turned(values, g, config)
+        dv_issued = warpgroup_mma(_narrow(p, DTYPE, config), g.reshape([config.BLOCK_M, COLS]), dv, is_async=True)
+        dp = warpgroup_mma_wait(1, [dp_issued])
+        delta = _load_stats(shared, slot, 1, config)
+        ds = (p.to(gl.float32) * (dp - delta[None, :])).to(DTYPE)
+        whole = _hand_over(ds, shared, i, W)
+        assembly.tell(W, i)
+        # Behind the last tile its own scores are computed once more.
+        following = gl.minimum(i + 1, work.tiles - 1)
+        next_slot = following & (config.SLOTS - 1)
+        next_before, next_tile = backward_bounds.after(before, tile, work, n_tiles)
+        mbarrier.wait(shared.q_full.index(next_slot), (following // config.SLOTS) & 1)
+        of_keys = _narrow(ds, DTYPE, config)
+        dv, of_keys = warpgroup_mma_wait(0, [dv_issued, of_keys])
+        s_issued = _issue_turned(keys, shared.q.index(next_slot), config)
+        assembly.hear(1 - W, i)
+        dq_issued = _issue_queries(whole, shared, config, W)
+        q = shared.q.index(slot).reshape([config.BLOCK_M, COLS])
+        dk_issued = warpgroup_mma(of_keys, q, dk, is_async=True)
+        s, dq = warpgroup_mma_wait(1, [s_issued, dq_issued])
+        _add_queries(dq, before + tile, call, config, W)
+        p = _probabilities(s, shared, next_slot, next_tile, key, call, config).to(DTYPE)
+        mbarrier.arrive(shared.g_empty.index(place), count=1)
+        mbarrier.wait(shared.g_full.index(following & 1), (following >> 1) & 1)
+        dk, p = warpgroup_mma_wait(0, [dk_issued, p])
+        mbarrier.arrive(shared.q_empty.index(slot), count=1)
+        before, tile = next_before, next_tile
+    return dk, dv
+
+
+@gluon.jit
+def _consume(shared, call, config, W: gl.constexpr):
+    """Consumer W: 64 keys."""
+    COLS: gl.constexpr = config.WIDTH
+    DTYPE: gl.constexpr = shared.q.dtype
+    work = backward_bounds.work(call, config)
+    key = work.block * KEYS + W * (KEYS // 2)
+    keys = shared.k.reshape([KEYS, COLS]).slice(W * (KEYS // 2), KEYS // 2, 0)
+    values = shared.v.reshape([KEYS, COLS]).slice(W * (KEYS // 2), KEYS // 2, 0)
+    mbarrier.wait(shared.keys_full.index(0), 0)
+    mbarrier.wait(shared.keys_full.index(1), 0)
+    if config.PIPELINED:
+        dk, dv = _walk_pipelined(keys, values, shared, work, key, call, config, W)
+    else:
+        dk, dv = _walk(keys, values, shared, work, key, call, config, W)
+    assembly.meet()  # the other one has read dS too
+    out = copies.view_as(shared.ds, DTYPE, [2, 1, 1, 64, COLS], call.dk_tiles.layout).index(W)
+    out.reshape([64, COLS]).store(dv.to(DTYPE))
+    fence_async_shared()
+    copies.store(call.dv_tiles, [work.batch, work.kv_head, key, 0], out)
+    odd = gl.sum(dk * 0.0, 1) + gl.sum(dv * 0.0, 1)  # NaN where any of a row is NaN or inf
+    at = ((work.batch * call.kv_heads + work.kv_head) * call.n_blocks + work.block) * KEYS + W * (KEYS // 2)
+    rows = gl.arange(0, 64, odd.type.layout)
+    gl.store(call.found + at.to(gl.int64) + rows, (odd != 0.0).to(gl.int8))
+    dk = (dk * call.scale).to(DTYPE)
+    tma.store_wait(0)
+    copies.barrier()
+    out.reshape([64, COLS]).store(dk)
+    fence_async_shared()
+    copies.store(call.dk_tiles, [work.batch, work.kv_head, key, 0], out)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["q_len", "kv_len", "first_offset", "last_offset", "kv_heads", "group", "n_blocks",
+                              "n_heads", "together"])
+def attention_backward(q_tiles, k_tiles, v_tiles, g_tiles, stats_tiles, dk_tiles, dv_tiles, d_queries, found,
+                       scale_log2, scale, q_len, kv_len, first_offset, last_offset, kv_heads, group, n_blocks, n_heads,
+                       together, config):
+    """dK and dV, and the sum that dQ is made of. Grid: (blocks of 128 keys * key heads * batch,), 4 warps and those of
+    the other roles.
+
+    q_tiles, ..., dv_tiles: descriptors of q, k, v, the gradient of out, and of dk and dv, with blocks of BLOCK_M rows
+    (queries), 128 (keys) or 64 (dk, dv), WIDTH columns wide. stats_tiles: of the statistics that `gradients.prepare`
+    makes, in rows of BLOCK_M: a plane of LSE in log2 units (inf where there is no query), then one of delta.
+    d_queries: fp32, 0, see `sums.py`. found: int8, for each key of each block: 1 if its dk or dv has NaN or inf.
+    scale_log2: scale * log2(e), signed. scale: natural units. Query i sees the keys i + first_offset to i +
+    last_offset, as far as the band has bounds. group: query heads per key head. n_heads: key heads of the batch.
+    together: of them, those whose programs run side by side.
+    """
+    call = Call(q_tiles, k_tiles, v_tiles, g_tiles, stats_tiles, dk_tiles, dv_tiles, d_queries, found, scale_log2,
+                scale, q_len, kv_len, first_offset, last_offset, kv_heads, group, n_blocks, n_heads, together)
+    shared = _allocate(call, config)
+    R: gl.constexpr = config.REGISTERS
+    gl.warp_specialize([(_consume, (shared, call, config, 0)), (_consume, (shared, call, config, 1)),
+                        (_produce, (shared, call, config))], [4, 1], [R, 24])

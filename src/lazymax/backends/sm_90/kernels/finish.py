@@ -1,0 +1,68 @@
+"""Behind `attention_backward`: dQ from its sum, and by the portable kernels what the fast path could not compute."""
+
+import triton
+import triton.language as tl
+
+from ....kernels import backward, backward_keys, bounds, gradients, memory, products, sequences
+
+ROWS = tl.constexpr(64)  # of a program of finish_queries
+KEYS = tl.constexpr(128)  # of a block of attention_backward
+BLOCKS = tl.constexpr(32)  # of a program of finish_keys
+
+
+@triton.jit
+def _load_sum(sums, tile, COLS: tl.constexpr):
+    """(64, COLS): the tile-th of the tensor, see `sums.py`."""
+    x = tl.load(sums + tl.cast(tile, tl.int64) * (ROWS * COLS) + tl.arange(0, ROWS * COLS))
+    # Square of 64 columns, 8 columns, warp, row of 8, pair of columns, which 8 of 16 rows, column of the pair.
+    x = x.reshape([COLS // 64, 8, 4, 8, 4, 2, 2])
+    return x.permute(2, 5, 3, 0, 1, 4, 6).reshape([ROWS, COLS])
+
+
+@triton.jit(do_not_specialize=["n_tiles", "n_heads", "q_len", "kv_len", "first_offset", "last_offset"])
+def finish_queries(sums, n_tiles, n_heads, COLS: tl.constexpr, inputs, out, stats, scale_log2, scale, q_len, kv_len,
+                   first_offset, last_offset, lengths, modifiers, config):
+    """dQ of 64 queries of one head. Grid: (query heads * n_tiles, 1, batch). The last heads first: the L2 has their
+    sums still.
+
+    sums: (batch, n_heads, n_tiles, 64 * COLS) fp32. inputs: `backward.Inputs`. out: `memory.View` of dQ. The rest as in
+    `attention_backward_queries`.
+    """
+    batch = tl.num_programs(2) - 1 - tl.program_id(2)
+    index = tl.num_programs(0) - 1 - tl.program_id(0)
+    head, tile = index // n_tiles, index % n_tiles
+    dq = _load_sum(sums, (batch * n_heads + head) * n_tiles + tile, COLS)
+    span, _ = sequences.locate((tile, batch), q_len, kv_len, first_offset, last_offset, lengths, ROWS,
+                               config.BOTTOM_RIGHT)
+    row = tile * ROWS
+    narrow = products.narrow(dq * scale, out.ptr.dtype.element_ty, config.UPCAST)
+    memory.store_tile(out, batch, head, row, q_len, narrow, config.D, config.WIDE)
+    if gradients.suspect((dq,)) > 0:
+        start, _, _, stop = bounds.kv_range(row, tl.minimum(row + ROWS, q_len) - 1, kv_len, first_offset, last_offset,
+                                            backward.GUARD_N, config.HAS_FIRST, config.HAS_LAST)
+        backward.guarded_queries(inputs, out, None, stats, span, head, row, start, stop, scale_log2, scale, lengths,
+                                 modifiers, config)
+
+
+@triton.jit(do_not_specialize=["n_blocks", "n_heads", "total", "q_len", "kv_len", "first_offset", "last_offset"])
+def finish_keys(found, n_blocks, n_heads, total, inputs, d_k, d_v, stats, scale_log2, scale, q_len, kv_len,
+                first_offset, last_offset, lengths, modifiers, config):
+    """dK and dV of those of 32 blocks of 128 keys in which `attention_backward` has found NaN or inf; after
+    finish_queries, which leaves the exact statistics of all rows that it computes again. Grid: (total / 32, 1, 1).
+
+    found: (batch, n_heads, n_blocks, 128) int8. total: how many blocks. The rest as in `attention_backward_keys`.
+    """
+    first = tl.program_id(0) * BLOCKS
+    stop = tl.minimum(first + BLOCKS, total)
+    flags = tl.arange(0, BLOCKS * KEYS)
+    found += tl.cast(first, tl.int64) * KEYS
+    if tl.max(tl.load(found + flags, mask=flags < (stop - first) * KEYS, other=0).to(tl.int32)) > 0:
+        for index in tl.range(first, stop):
+            own = tl.load(found + (index - first) * KEYS + tl.arange(0, KEYS))
+            if tl.max(own.to(tl.int32)) > 0:
+                batch, head = index // (n_blocks * n_heads), index // n_blocks % n_heads
+                tile = index % n_blocks
+                span, _, end = sequences.locate_keys((tile, batch), q_len, kv_len, first_offset, last_offset, lengths,
+                                                     KEYS, config.BOTTOM_RIGHT)
+                backward_keys.guarded_keys(inputs, d_k, d_v, stats, span, head, tile * KEYS, end, scale_log2, scale,
+                                           modifiers, config)
