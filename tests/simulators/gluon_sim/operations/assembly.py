@@ -77,7 +77,8 @@ def _reduce(given: ptx.Reduction, th: Thread) -> None:
     """An atomic for each element; aligned is the vector."""
     f32, width = dtype("f32"), given.values.shape[1]
     th.cta.gmem.find(given.addresses, width * f32.nbytes, given.name)
-    atomic(th, FADD, given.addresses[:, None] + np.arange(width) * f32.nbytes, given.values, None, f32)
+    addresses = given.addresses[:, None] + np.arange(width) * f32.nbytes
+    atomic(th.cta.gmem, th.actor, FADD, addresses, given.values, None, f32)
 
 
 @dataclass(frozen=True)
