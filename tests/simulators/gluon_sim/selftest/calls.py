@@ -189,9 +189,9 @@ def handshake(options: Options) -> None:
     assert (dst == torch.arange(1.0, 5)[:, None]).all()
 
 
-def mutate(call: str, target: str, seeds: Iterable[int]) -> list[Outcome]:
+def mutate(call: str, target: str, seeds: Iterable[int], resident: int = 1) -> list[Outcome]:
     """Mutation testing of a call of this file."""
-    return run_mutants(globals()[call], Options(target=target), seeds)
+    return run_mutants(globals()[call], Options(target=target, resident=resident), seeds)
 
 
 def linear_layout(name: str, shape: tuple[int, ...]) -> str:
