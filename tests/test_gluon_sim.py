@@ -455,6 +455,9 @@ def test_ptx_instructions(text: str, x: float, expected: float) -> None:
     [
         "red.shared.add.f32 [$2], $1;",
         "red.release.gpu.global.add.f32 [$2], $1;",
+        "ld.global.nc.f32 $0, [$2];",
+        "ld.acquire.gpu.global.f32 $0, [$2];",
+        "st.shared.f32 [$2], $1;",
         "bar.sync 8;",
         "bar.red.popc.u32 8, 32;",
     ],

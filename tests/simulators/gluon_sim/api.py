@@ -20,10 +20,10 @@ from .errors import ResourceError, SimError, Unsupported
 from .frontend import TARGETS, Program, lower_call
 from .global_memory import GlobalMemory
 from .interpreter import Executable
-from .layouts import TMEM_COLUMN_BYTES, TMEM_COLUMNS
+from .layouts import TMEM_COLUMNS
 from .machine import Cta, Stats
 from .operations import HANDLERS
-from .scheduler import run_ctas
+from .scheduler import run_programs
 
 Dims = tuple[int, int, int]
 
@@ -35,11 +35,11 @@ class Options:
     target: str = "sm_100"
     seed: int = 0
     races: bool = True  # happens-before checking of shared and tensor memory
-    global_races: bool = True  # programs of one launch must not touch each other's output
+    global_races: bool = True  # programs of one launch must not touch each other's output, but in order
     physical_alloc: bool = True  # use the compiler's own shared- and tensor-memory addresses
     insert_fences: bool = True  # run the compiler's proxy-fence insertion first (with physical_alloc only)
     debug: bool = True  # compile device_assert and the integer-overflow checks in
-    resident: int = 1  # how many programs run interleaved
+    resident: int = 1  # how many programs run interleaved; the next starts when one has ended
     programs: Callable[[Dims], bool] | None = None  # run only these program ids
     transform: Callable[[Program], Program] | None = None  # change the program first (see mutate.py)
     max_steps: int = 5_000_000
@@ -92,31 +92,29 @@ def _check_resources(program: Program, target: str) -> None:
 
 
 def _run(exe: Executable, dims: Dims, values: list[Any], gmem: GlobalMemory, opt: Options, stats: Stats) -> None:
-    """Run the programs, `opt.resident` at a time, in the order of their ids."""
+    """Run the programs, `opt.resident` at a time, started in the order of their ids."""
     rng = random.Random(opt.seed)
     limit = TARGETS[opt.target].shared_bytes if opt.physical_alloc else 4 << 20
     ids = [(x, y, z) for z, y, x in itertools.product(range(dims[2]), range(dims[1]), range(dims[0]))]
     if opt.programs is not None:
         ids = [i for i in ids if opt.programs(i)]
     pending = deque(ids)
-    with np.errstate(all="ignore"):
-        while pending:
-            now = [pending.popleft() for _ in range(min(opt.resident, len(pending)))]
-            ctas: list[Cta] = []
-            for i in now:
-                first = None
-                for _ in range(exe.module.ctas):
-                    cta = Cta(
-                        i, dims, gmem, rng, stats, pending=pending, smem_bytes=limit, races=opt.races, first=first
-                    )
-                    ctas.append(cta)
-                    first = cta.ctas[0]
+
+    def start() -> list[Cta]:
+        ctas: list[Cta] = []
+        if pending:
+            i, first = pending.popleft(), None
+            for _ in range(exe.module.ctas):
+                cta = Cta(i, dims, gmem, rng, stats, pending=pending, smem_bytes=limit, races=opt.races, first=first)
+                ctas.append(cta)
+                first = cta.ctas[0]
             for cta in ctas:
                 exe.start(cta, values)
-            run_ctas(ctas, rng, opt.max_steps)
-            stats.programs += len(now)
-            stats.shared_bytes = max([stats.shared_bytes] + [c.smem.peak for c in ctas])
-            stats.tmem_columns = max([stats.tmem_columns] + [c.tmem.peak // TMEM_COLUMN_BYTES for c in ctas])
+            stats.programs += 1
+        return ctas
+
+    with np.errstate(all="ignore"):
+        run_programs(start, opt.resident, rng, opt.max_steps)
 
 
 class Session:

@@ -58,10 +58,10 @@ class TensorDesc:
         addr, mask = self.addresses(coords)
         out = np.full(self.box, self.fill, self.dt.compute)
         if mask.any():
-            out[mask] = th.cta.gmem.load(addr[mask], self.dt, th.cta.linear, what)
+            out[mask] = th.cta.gmem.load(addr[mask], self.dt, th.cta.asynchronous, what)
         return out
 
     def store(self, th: Thread, coords: tuple[int, ...], value: Any, what: str) -> None:
         addr, mask = self.addresses(coords)
         if mask.any():
-            th.cta.gmem.store(addr[mask], value[mask], self.dt, th.cta.linear, what)
+            th.cta.gmem.store(addr[mask], value[mask], self.dt, th.cta.asynchronous, what)

@@ -60,7 +60,8 @@ class OutOfBounds(SimError):
 
 
 class GlobalRace(RaceError):
-    """Two programs of one launch write (or write and read) the same global address without atomics."""
+    """Two programs of one launch, or two threads of one, write (or write and read) the same global address, or only one
+    uses atomics there, and nothing orders the two."""
 
 
 class ResourceError(SimError):

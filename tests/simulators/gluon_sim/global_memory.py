@@ -1,11 +1,13 @@
-"""Global memory: host allocations at made-up addresses, with bounds and ownership of what programs write.
+"""Global memory: host allocations at made-up addresses, with bounds and who touched what.
 
-Bounds are those of the allocation (a tensor's storage), not of a view into it. Atomics of several programs may meet,
-with nothing else of another program. Between the partitions of one program nothing is checked.
+Bounds are those of the allocation (a tensor's storage), not of a view into it. What one thread touches, another may,
+of its program or another, only where that is ordered (ordering.py) or both read or both use atomics. The asynchronous
+operations of a program are checked against other programs only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,72 +16,66 @@ import torch
 
 from .dtypes import Array, DType
 from .errors import GlobalRace, OutOfBounds, Unsupported
+from .ordering import Actor, Clock, Clocks, Numbers, Order, join
 
-SEVERAL = -1
+READ, WRITTEN, UPDATED = "read", "written", "updated by atomics"
+CONFLICTS = {READ: (WRITTEN, UPDATED), WRITTEN: (READ, UPDATED, WRITTEN), UPDATED: (READ, WRITTEN)}
+RELAXED = Order()
 
 
 class Buffer:
-    """One host allocation. `writer`, `reader`, `updater`: for each byte, 1 + the program that wrote it, read it or used
-    an atomic there, or SEVERAL."""
+    """One host allocation. For each byte where an element began: `users`, the clock of those who did each, and
+    `released`, the clock that an atomic finds there which acquires."""
 
-    def __init__(self, base: int, data: npt.NDArray[np.uint8], name: str) -> None:
-        self.base, self.data, self.name = base, data, name
+    def __init__(self, base: int, data: npt.NDArray[np.uint8], name: str, memory: GlobalMemory) -> None:
+        self.base, self.data, self.name, self.memory = base, data, name, memory
         self.end = base + data.size
-        self.writer: npt.NDArray[np.int32] | None = None
-        self.reader: npt.NDArray[np.int32] | None = None
-        self.updater: npt.NDArray[np.int32] | None = None
+        self.users: dict[str, Numbers] = {}
+        self.released: Numbers | None = None
 
-    def read(self, at: npt.NDArray[np.int64], program: int, what: str) -> None:
-        """Note a read of the bytes `at`, which no other program may have written."""
-        self._refuse(self.writer, at, program, what, "of", "written")
-        self._refuse(self.updater, at, program, what, "of", "updated by atomics")
-        self.reader = self._shared(self.reader, at, program)
+    def elements(self, dt: DType) -> Array:
+        return self.data[: self.data.size // dt.store.itemsize * dt.store.itemsize].view(dt.store)
 
-    def write(self, at: npt.NDArray[np.int64], program: int, what: str) -> None:
-        """Note a write of the bytes `at`, which no other program may have touched."""
-        self._refuse(self.reader, at, program, what, "to", "read")
-        self._refuse(self.updater, at, program, what, "to", "updated by atomics")
-        self._refuse(self.writer, at, program, what, "to", "written")
-        if self.writer is None:
-            self.writer = np.zeros(self.data.size, np.int32)
-        self.writer[at] = program + 1
+    def note(self, how: str, at: npt.NDArray[np.int64], by: Actor, what: str) -> None:
+        """Remember an access to the bytes `at`. It comes after all that it conflicts with, or this is a race."""
+        for done in CONFLICTS[how]:
+            if done in self.users:
+                self._refuse(done, "of" if how == READ else "to", at, by, what)
+        if how not in self.users:
+            self.users[how] = np.zeros(self.data.size, np.int32)
+        users = self.users[how]
+        by.used = True
+        users[at] = self.memory.clocks.merged(users[at], {by.number: by.now})
+        if how == WRITTEN and self.released is not None:
+            self.released[at] = 0
 
-    def update(self, at: npt.NDArray[np.int64], program: int, what: str) -> None:
-        """Note an atomic on the bytes `at`, which other programs may have touched by atomics only."""
-        self._refuse(self.reader, at, program, what, "to", "read")
-        self._refuse(self.writer, at, program, what, "to", "written")
-        self.updater = self._shared(self.updater, at, program)
+    def _refuse(self, done: str, to: str, at: npt.NDArray[np.int64], by: Actor, what: str) -> None:
+        def unordered(users: Clock) -> list[Actor]:
+            late = [self.memory.actors[n] for n, time in users.items() if by.clock.get(n, 0) < time]
+            return [a for a in late if a.program != by.program or (a.thread and by.thread and a is not by)]
 
-    def _shared(
-        self, users: npt.NDArray[np.int32] | None, at: npt.NDArray[np.int64], program: int
-    ) -> npt.NDArray[np.int32]:
-        """`users`, with this one too."""
-        if users is None:
-            users = np.zeros(self.data.size, np.int32)
-        before = users[at]
-        users[at] = np.where((before == 0) | (before == program + 1), program + 1, SEVERAL)
-        return users
-
-    def _refuse(
-        self,
-        users: npt.NDArray[np.int32] | None,
-        at: npt.NDArray[np.int64],
-        program: int,
-        what: str,
-        to: str,
-        done: str,
-    ) -> None:
-        if users is None:
-            return
-        owners = users[at]
-        bad = (owners != 0) & (owners != program + 1)
+        clocks, users = self.memory.clocks, self.users[done][at]
+        bad = clocks.where(users, lambda clock: bool(unordered(clock)))
         if bad.any():
-            first = int(owners[bad][0])
-            who = "several programs" if first == SEVERAL else f"program {first - 1}"
+            others = {a.program for a in unordered(clocks.all[users[bad][0]])}
+            who = "several programs of the same launch"
+            if len(others) == 1:
+                who = f"program {next(iter(others))} of the same launch"
+            if others == {by.program}:
+                who = "another partition of it"
             raise GlobalRace(
-                f"{what} {to} '{self.name}' by program {program}: {int(bad.sum())} elements were {done} "
-                f"by {who} of the same launch"
+                f"{what} {to} '{self.name}' by program {by.program}: {int(bad.sum())} elements were {done} "
+                f"by {who}, and nothing orders that before"
             )
+
+    def synchronise(self, at: npt.NDArray[np.int64], by: Actor, order: Order) -> None:
+        """Of an atomic that has been performed. One that orders nothing keeps what is released there."""
+        if order.acquire and self.released is not None:
+            join(by.clock, self.memory.clocks.joined(self.released[at]))
+        if order.release:
+            if self.released is None:
+                self.released = np.zeros(self.data.size, np.int32)
+            self.released[at] = self.memory.clocks.merged(self.released[at], by.clock)
 
 
 class GlobalMemory:
@@ -92,11 +88,18 @@ class GlobalMemory:
         self.by_storage: dict[int, Buffer] = {}
         self.next = 1 << 40
         self.races = races
+        self.clocks = Clocks()
+        self.actors: list[Actor] = []
+        self.changes = 0  # how often something may have changed
         # device-made TMA descriptors: address -> (base, dims, byte strides, fill with nan)
         self.descriptors: dict[int, tuple[int, list[int], list[int], bool]] = {}
 
+    def actor(self, program: int, thread: bool) -> Actor:
+        self.actors.append(Actor(len(self.actors), program, thread))
+        return self.actors[-1]
+
     def add_bytes(self, data: npt.NDArray[np.uint8], name: str) -> Buffer:
-        buf = Buffer(self.next, data, name)
+        buf = Buffer(self.next, data, name, self)
         self.next = -(-(buf.end + self.GAP) // 256) * 256
         self.buffers.append(buf)
         return buf
@@ -139,28 +142,48 @@ class GlobalMemory:
             raise OutOfBounds(f"{what}: misaligned address in '{buf.name}'")
         return buf
 
-    def load(
-        self, addr: npt.NDArray[np.int64], dt: DType, program: int, what: str = "load", atomic: bool = False
-    ) -> Array:
+    def load(self, addr: npt.NDArray[np.int64], dt: DType, by: Actor, what: str = "load") -> Array:
         flat = addr.ravel()
         buf = self.find(flat, dt.nbytes, what)
         if self.races:
-            (buf.update if atomic else buf.read)(flat - buf.base, program, what)
-        raw = buf.data[: buf.data.size // dt.store.itemsize * dt.store.itemsize].view(dt.store)
-        return dt.decode(raw[(flat - buf.base) // dt.nbytes]).reshape(addr.shape)
+            buf.note(READ, flat - buf.base, by, what)
+        return dt.decode(buf.elements(dt)[(flat - buf.base) // dt.nbytes]).reshape(addr.shape)
 
-    def store(
+    def store(self, addr: npt.NDArray[np.int64], value: Any, dt: DType, by: Actor, what: str = "store") -> None:
+        flat = addr.ravel()
+        buf = self.find(flat, dt.nbytes, what)
+        if self.races:
+            buf.note(WRITTEN, flat - buf.base, by, what)
+        buf.elements(dt)[(flat - buf.base) // dt.nbytes] = dt.encode(value).ravel()
+        self.changes += 1
+
+    def update(
         self,
         addr: npt.NDArray[np.int64],
-        value: Any,
         dt: DType,
-        program: int,
-        what: str = "store",
-        atomic: bool = False,
-    ) -> None:
-        flat = addr.ravel()
-        buf = self.find(flat, dt.nbytes, what)
+        by: Actor,
+        change: Callable[[Array], Any],
+        order: Order = RELAXED,
+        what: str = "atomic",
+    ) -> Array:
+        """An atomic on different addresses: what was there before. `change` makes of it what to write, or None."""
+        buf = self.find(addr, dt.nbytes, what)
+        at, elements, index = addr - buf.base, buf.elements(dt), (addr - buf.base) // dt.nbytes
         if self.races:
-            (buf.update if atomic else buf.write)(flat - buf.base, program, what)
-        raw = buf.data[: buf.data.size // dt.store.itemsize * dt.store.itemsize].view(dt.store)
-        raw[(flat - buf.base) // dt.nbytes] = dt.encode(value).ravel()
+            buf.note(UPDATED if order.device else WRITTEN, at, by, what)
+        raw = elements[index]
+        old = dt.decode(raw)
+        new = change(old)
+        if new is not None:
+            elements[index] = dt.encode(new)
+            self.changes += elements[index].tobytes() != raw.tobytes()
+        if self.races and order.device:
+            buf.synchronise(at, by, order if new is not None else Order(order.acquire))
+        return old
+
+    def watch(self, addr: npt.NDArray[np.int64], dt: DType) -> Callable[[], bool]:
+        """Whether what is there has changed since."""
+        buf = self.find(addr, dt.nbytes, "atomic")
+        elements, index = buf.elements(dt), (addr - buf.base) // dt.nbytes
+        before = elements[index].tobytes()
+        return lambda: elements[index].tobytes() != before

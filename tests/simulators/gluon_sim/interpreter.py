@@ -108,11 +108,13 @@ class Executable:
                 elif style == "sync":
                     th.op = op
                     op.hits += 1
+                    th.executed += 1
                     yield None
                     fn(env, th)
                 elif style == "steps":
                     th.op = op
                     op.hits += 1
+                    th.executed += 1
                     yield from fn(env, th)
                 else:
                     return fn(env)

@@ -8,6 +8,8 @@ whatever the schedule happened to be.
 
 The warps of a partition are one thread: the compiler puts the barriers between them. The two CTAs of a pair share the
 bits, so that accesses of one to the memory of the other are ordered too. Not modelled: larger clusters, time.
+
+Global memory has clocks instead (ordering.py), which go from agent to agent with the bits.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from .errors import BarrierError, InFlightAtExit, SimError
 from .global_memory import GlobalMemory
 from .layouts import TMEM_COLUMN_BYTES, TMEM_COLUMNS
 from .memory import Access, Event, Space
+from .ordering import Actor, Clock, join
 from .views import View
 
 if TYPE_CHECKING:
@@ -40,6 +43,11 @@ class Thread:
         self.cta, self.name, self.num_warps, self.env = cta, name, num_warps, env
         env[-1] = self
         self.bit = cta.new_bit()
+        self.actor = cta.gmem.actor(cta.linear, True)
+        cta.actors[self.bit], cta.clocks[self.bit] = self.actor, self.actor.clock
+        self.executed = 0  # operations that are no pure ones
+        self.poll: Poll | None = None  # the last one
+        self.polling = False  # blocked is one
         self.gen: Steps | None = None
         self.blocked: Condition | None = None
         self.waiting_for = ""
@@ -56,6 +64,16 @@ class Thread:
 
     def ready(self) -> bool:
         return not self.done and (self.blocked is None or self.blocked())
+
+
+@dataclass(frozen=True)
+class Poll:
+    """An atomic that changed nothing, the thread's `number`-th operation. changed: whether anything is new there."""
+
+    op: Op
+    number: int
+    addresses: bytes
+    changed: Condition
 
 
 class AsyncOp:
@@ -174,6 +192,11 @@ class Cta:
         self.spaces: list[Space] = first.spaces if first else []  # of the pair
         self.spaces += [self.smem, self.tmem]
         self.ends: dict[NamedBarrier, Event] = first.ends if first else {}  # of the last use of each, of the pair
+        # of global memory, see ordering.py: who a bit is, what a bit comes after, whose is all that is asynchronous
+        self.actors: dict[int, Actor] = first.actors if first else {}
+        self.clocks: dict[int, Clock] = first.clocks if first else {}
+        self.asynchronous = gmem.actor(self.linear, False)
+        self.pace = 1.0  # how much more often it goes on than others that are resident
         self.cluster: NamedBarrier = first.cluster if first else NamedBarrier(self, "cluster barrier")
         self.barriers: dict[int, MBarrier] = {}
         self.named: dict[int, NamedBarrier] = {}
@@ -201,6 +224,10 @@ class Cta:
         for event in self._events():
             if event.vis & have:
                 event.vis |= give
+        if self.gmem.races:
+            clock = self.actors[have].all_warps() if have in self.actors else self.clocks.get(have)
+            if clock:
+                join(self.clocks.setdefault(give, {}), clock)
 
     def seen_by(self, bit: int) -> list[Event]:
         return [event for event in self._events() if event.vis & bit]
@@ -238,7 +265,12 @@ class Cta:
 
     # ---- end of program
 
-    def check_exit(self) -> None:
+    def finish(self) -> None:
+        self._check_exit()
+        self.stats.shared_bytes = max(self.stats.shared_bytes, self.smem.peak)
+        self.stats.tmem_columns = max(self.stats.tmem_columns, self.tmem.peak // TMEM_COLUMN_BYTES)
+
+    def _check_exit(self) -> None:
         observers = 0
         for t in (t for cta in self.ctas for t in cta.threads):
             observers |= t.bit

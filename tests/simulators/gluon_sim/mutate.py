@@ -16,10 +16,14 @@ from .errors import SimError
 from .frontend import Program
 from .mlir import Op, Region, walk
 from .operations.barriers import FLIP
+from .operations.shared import PARTITION_BARRIERS
 from .operations.tensor_cores import NO_COMMIT
 
 DROP, TWICE, PARITY, FEWER = "drop", "arrive twice", "wait for the other parity", "wait for one fewer"
 NAMED, UNCOMMITTED = "drop its named barrier", "drop its commit"
+ATOMICS = ("tt.atomic_rmw", "tt.atomic_cas")
+NO_ACQUIRE, NO_RELEASE = "acquire nothing", "release nothing"
+SEM = {(NO_ACQUIRE, 2): 1, (NO_ACQUIRE, 4): 3, (NO_RELEASE, 3): 1, (NO_RELEASE, 4): 2}  # of an atomic: what it becomes
 CHANGES = {
     "ttng.wait_barrier": (DROP, PARITY),
     "ttng.arrive_barrier": (DROP, TWICE),
@@ -33,7 +37,7 @@ CHANGES = {
     "ttg.async_wait": (FEWER,),
     "ttng.clc_try_cancel": (DROP,),
     "tt.elementwise_inline_asm": (NAMED,),
-}
+} | dict.fromkeys(ATOMICS, (NO_ACQUIRE, NO_RELEASE))
 BARRIER_TEXT = r"(?:@!?\w+\s+)?\bbar(?:rier)?\.(?:cta\.)?(?:sync|arrive)[^;]*;"
 
 
@@ -70,6 +74,8 @@ class Mutant:
             text = op.attrs["asm_string"]
             bar = list(re.finditer(BARRIER_TEXT, text))[int(self.how[len(NAMED) :] or 1) - 1]
             op.attrs["asm_string"] = text[: bar.start()] + text[bar.end() :]
+        elif self.how in (NO_ACQUIRE, NO_RELEASE):
+            op.attrs["sem"] = str(SEM[self.how, op.int_attr("sem")])
         else:
             op.attrs[FLIP if self.how == PARITY else NO_COMMIT] = "1"
         return replace(program, module=module, executable=None)
@@ -92,18 +98,23 @@ def _ways(how: str, op: Op) -> list[str]:
     if how == NAMED:
         count = len(re.findall(BARRIER_TEXT, op.attrs["asm_string"]))
         return [NAMED] * count if count < 2 else [f"{NAMED} {k + 1}" for k in range(count)]
+    if how in (NO_ACQUIRE, NO_RELEASE):
+        return [how] if (how, op.int_attr("sem")) in SEM else []
     return [how] if how != UNCOMMITTED or op.segments()[6] else []
 
 
 def mutants(program: Program) -> list[Mutant]:
-    """Every change this module knows how to make to an operation that has been executed."""
-    return [
-        Mutant(program.name, index, op.name, op.loc, way)
-        for index, op in enumerate(_operations(program))
-        if op.hits
-        for how in CHANGES.get(op.name, ())
-        for way in _ways(how, op)
-    ]
+    """Every change this module knows how to make to an operation that has been executed. Of the barriers of a partition
+    those that an atomic follows which releases: others have no meaning here."""
+    found = []
+    for index, (ops, at) in enumerate(walk(f.regions[0] for f in program.module.funcs.values())):
+        op = ops[at]
+        ways = [way for how in CHANGES.get(op.name, ()) for way in _ways(how, op)] if op.hits else []
+        if op.name in PARTITION_BARRIERS:
+            following = next((later for later in ops[at:] if later.hits), op)
+            ways = [DROP] if following.name in ATOMICS and _ways(NO_RELEASE, following) else []
+        found += [Mutant(program.name, index, op.name, op.loc, way) for way in ways]
+    return found
 
 
 @dataclass(frozen=True)

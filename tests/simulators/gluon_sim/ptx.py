@@ -1,7 +1,7 @@
 """A small interpreter for the inline PTX that attention kernels contain, vectorised over all threads.
 
 Registers are unsigned-integer arrays of raw bits, one entry per execution of the assembly block. Forward branches
-become masks. Named barriers and reductions to global memory are handed to the caller, which owns scheduling and memory.
+become masks. Named barriers and accesses to global memory are handed to the caller, which owns scheduling and memory.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ class Instr:
     label: str | None = None
 
 
+EFFECTS = ("bar", "barrier", "red", "ld", "st")
+
+
 @dataclass(frozen=True)
 class Asm:
     """A block. Operand `$k` is an output below `n_outputs`."""
@@ -44,7 +47,7 @@ class Asm:
     @property
     def effects(self) -> bool:
         """Whether it does more than compute."""
-        return self.has("bar", "barrier", "red")
+        return self.has(*EFFECTS)
 
 
 @dataclass(frozen=True)
@@ -57,9 +60,11 @@ class Barrier:
 
 
 @dataclass(frozen=True)
-class Reduction:
-    """red.add of fp32: each thread adds a row of `values` from its address on."""
+class Access:
+    """red.add of fp32, st or ld: each thread adds or writes a row of `values` from its address on, or the caller fills
+    the row."""
 
+    op: str
     name: str
     addresses: npt.NDArray[np.int64]
     values: npt.NDArray[np.float32]
@@ -98,7 +103,7 @@ def parse(text: str, constraints: str) -> Asm:
             m = re.match(r"(\w+)\s*:\s*", stmt)
         if not stmt or stmt.startswith(".reg"):
             continue
-        m = re.match(r"(?:@(!?\w+)\s+)?([\w.]+)\s*(.*)$", stmt, re.S)
+        m = re.match(r"(?:@(!?\w+)\s+)?([\w.:]+)\s*(.*)$", stmt, re.S)
         if not m:
             raise Unsupported(f"inline assembly statement {stmt!r}")
         head = m.group(2).split(".")
@@ -122,6 +127,11 @@ _WIDTHS = {
     "f16": 16,
     "bf16": 16,
 }
+ACCESSES = {
+    "red": r"red\.(?:relaxed\.)?(?:(?:gpu|sys)\.)?global\.add\.(?:v[24]\.)?f32$",
+    "ld": r"ld\.(?:weak\.)?global\.(?:c[ags]\.)?(?:L1::\w+\.)?(?:v[24]\.)?[fbsu]32$",
+    "st": r"st\.(?:weak\.)?global\.(?:(?:wb|cg|cs)\.)?(?:L1::\w+\.)?(?:v[24]\.)?[fbsu]32$",
+}  # by name; of loads and stores those that are plain ones
 _ROUND = {"rni": np.rint, "rmi": np.floor, "rpi": np.ceil, "rzi": np.trunc}
 
 
@@ -171,7 +181,7 @@ class Machine:
     def outputs(self) -> list[Bits]:
         return [self.regs[f"${k}"] for k in range(self.asm.n_outputs)]
 
-    def steps(self) -> Iterator[Barrier | Reduction]:
+    def steps(self) -> Iterator[Barrier | Access]:
         """Runs the block and stops where the caller has to do something."""
         for ins in self.asm.instrs:
             if ins.op == "label":
@@ -186,10 +196,12 @@ class Machine:
                 self.joins.setdefault(ins.args[0], []).append(active)
                 self.mask = self.mask & ~active
                 continue
-            if ins.op not in ("bar", "barrier", "red"):
+            if ins.op not in EFFECTS:
                 self.execute(ins, active)
+            elif active.any() and ins.op in ("bar", "barrier"):
+                yield self.barrier(ins, active)
             elif active.any():
-                yield self.reduction(ins, active) if ins.op == "red" else self.barrier(ins, active)
+                yield from self.access(ins, active)
 
     def barrier(self, ins: Instr, active: npt.NDArray[np.bool_]) -> Barrier:
         name = ".".join((ins.op, *ins.mods))
@@ -202,16 +214,25 @@ class Machine:
             raise BarrierError(f"{name} {', '.join(ins.args)}: not the same in all threads")
         return Barrier("sync" in ins.mods, int(ident[0]), int(count[0]))
 
-    def reduction(self, ins: Instr, active: npt.NDArray[np.bool_]) -> Reduction:
+    def access(self, ins: Instr, active: npt.NDArray[np.bool_]) -> Iterator[Access]:
         name = ".".join((ins.op, *ins.mods))
-        known = re.match(r"red\.(?:relaxed\.)?(?:(?:gpu|sys)\.)?global\.add\.(?:v[24]\.)?f32$", name)
-        place = re.match(r"\[\s*([$\w]+)\s*(?:\+\s*(\w+)\s*)?\]$", ins.args[0])
-        names = [n.strip() for n in ins.args[1].strip("{}").split(",")]
-        if not known or not place or len(names) != {"v2": 2, "v4": 4}.get(ins.mods[-2], 1):
+        known = re.match(ACCESSES[ins.op], name)
+        where, what = ins.args[:2] if ins.op != "ld" else reversed(ins.args[:2])
+        place = re.match(r"\[\s*([$\w]+)\s*(?:\+\s*(\w+)\s*)?\]$", where)
+        names = [n.strip() for n in what.strip("{}").split(",")]
+        if not known or not place or len(names) != {"v2": 2, "v4": 4}.get(ins.mods[-2], 1) or len(ins.args) != 2:
             raise Unsupported(f"inline assembly {name} {', '.join(ins.args)}")
         at = self.get(place.group(1), 64) + np.uint64(immediate(place.group(2) or "0"))
-        values = np.stack([as_f32(self.get(n)) for n in names], -1)
-        return Reduction(name, at[active].astype(np.int64), values[active])
+        if ins.op == "ld":
+            found = np.zeros((*self.shape, len(names)), np.float32)
+            rows = found[active]
+            yield Access(ins.op, name, at[active].astype(np.int64), rows)
+            found[active] = rows
+            for k, n in enumerate(names):
+                self.put(n, bits_of(np.ascontiguousarray(found[..., k])), active)
+        else:
+            values = np.stack([as_f32(self.get(n)) for n in names], -1)
+            yield Access(ins.op, name, at[active].astype(np.int64), values[active])
 
     def execute(self, ins: Instr, active: npt.NDArray[np.bool_]) -> None:
         op, mods, args = ins.op, ins.mods, ins.args

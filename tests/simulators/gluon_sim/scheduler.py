@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from .errors import Deadlock, Livelock, SimError
 from .machine import Cta, Engine, Thread
+
+LOOKS = 64  # that a poll may take which gives up in the end
 
 
 @dataclass(frozen=True)
@@ -26,29 +29,48 @@ class Policy:
         return Policy(weight, tuple(10 ** rng.uniform(-spread, spread) for _ in range(16)), rng.choice([0.0, 0.5, 0.9]))
 
 
-def run_ctas(ctas: Iterable[Cta], rng: random.Random, max_steps: int) -> None:
-    """Interleave the threads and asynchronous operations of some resident programs until all have finished."""
-    live = list(ctas)
-    policy = Policy.draw(rng)
+def run_programs(start: Callable[[], list[Cta]], resident: int, rng: random.Random, max_steps: int) -> None:
+    """Interleave the threads and asynchronous operations of some resident programs until all have finished. start: the
+    CTAs of the next program, none if there is none. max_steps: from one start or end of a program to the next."""
+    live: list[Cta] = []
+    while _fill(live, start, resident, rng):
+        _run_until_one_ends(live, Policy.draw(rng), rng, max_steps)
+
+
+def _fill(live: list[Cta], start: Callable[[], list[Cta]], resident: int, rng: random.Random) -> list[Cta]:
+    """All that are resident now. Of several programs some are much slower than others."""
+    while len({id(cta.ctas) for cta in live}) < resident and (new := start()):
+        live += new
+        if resident > 1:
+            new[0].ctas[0].pace = 10 ** rng.uniform(-1.0, 1.0)
+    return live
+
+
+def _run_until_one_ends(live: list[Cta], policy: Policy, rng: random.Random, max_steps: int) -> None:
     last: Thread | None = None
-    steps = 0
-    while live:
-        steps += 1
-        if steps > max_steps:
-            raise Livelock(f"no end after {max_steps} scheduler steps", _where(live))
+    looks, changes = Counter[Thread](), -1  # of those that poll, since memory last changed
+    for steps in range(1, max_steps + 1):
         if last is not None and not last.done and rng.random() < policy.burst and last.ready():
             _step_thread(last)
             continue
         choices, weights = _choices(live, policy)
         finished = [c for c in live if all(t.done for t in c.threads) and not any(e.queue for e in c.engines)]
         for c in finished:
-            c.check_exit()
+            c.finish()
             c.stats.steps += steps
             live.remove(c)
         if finished:
-            continue
+            return
         if not choices:
-            raise _deadlock(live)
+            if changes != live[0].gmem.changes:
+                looks, changes = Counter(), live[0].gmem.changes
+            pollers = [t for c in live for t in c.threads if t.polling and looks[t] < LOOKS]
+            if not pollers:
+                raise _deadlock(live)
+            last = rng.choice(pollers)
+            looks[last] += 1
+            _step_thread(last)
+            continue
         pick = rng.choices(choices, weights)[0]
         if isinstance(pick, Thread):
             last = pick
@@ -56,6 +78,7 @@ def run_ctas(ctas: Iterable[Cta], rng: random.Random, max_steps: int) -> None:
         else:
             engine, position = pick
             engine.step(position)
+    raise Livelock(f"no end after {max_steps} scheduler steps", _where(live))
 
 
 def _choices(live: list[Cta], policy: Policy) -> tuple[list[Thread | tuple[Engine, int]], list[float]]:
@@ -63,14 +86,15 @@ def _choices(live: list[Cta], policy: Policy) -> tuple[list[Thread | tuple[Engin
     choices: list[Thread | tuple[Engine, int]] = []
     weights: list[float] = []
     for cta in live:
+        pace = cta.ctas[0].pace
         for k, t in enumerate(cta.threads):
             if t.ready():
                 choices.append(t)
-                weights.append(policy.thread_weights[(k + 8 * cta.rank) % 16])
+                weights.append(policy.thread_weights[(k + 8 * cta.rank) % 16] * pace)
         for e in cta.engines:
             places = len(e.queue) if not e.in_order else min(1, len(e.queue))
             choices += [(e, k) for k in range(places)]
-            weights += [policy.async_weight] * places
+            weights += [policy.async_weight * pace] * places
     return choices, weights
 
 
@@ -94,8 +118,11 @@ def _where(ctas: list[Cta]) -> str:
     return "; ".join(f"{t.name} at {t.where}" for c in ctas for t in c.threads if not t.done)
 
 
-def _deadlock(ctas: list[Cta]) -> Deadlock:
-    err = Deadlock("deadlock: every thread waits and nothing is outstanding")
+def _deadlock(ctas: list[Cta]) -> Deadlock | Livelock:
+    err: Deadlock | Livelock = Deadlock("deadlock: every thread waits and nothing is outstanding")
+    if any(t.polling for c in ctas for t in c.threads):
+        left = len(ctas[0].pending)
+        err = Livelock(f"every thread waits or polls what nothing will change; {left} programs have not started")
     for c in ctas:
         for t in c.threads:
             if not t.done:

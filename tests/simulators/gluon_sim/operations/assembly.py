@@ -1,7 +1,7 @@
 """Inline assembly: ptx.py runs it; here its operands are put into registers in the order of the real layout.
 
 A named barrier in a block counts once per thread, however many elements the block is applied to. Reductions to global
-memory are those of all threads: what several hold of a tensor, several add.
+memory are those of all threads: what several hold of a tensor, several add. So are plain loads and stores.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from .. import ptx
 from ..barriers import NAMED_BARRIERS, WARP
 from ..dtypes import DType, dtype
-from ..errors import BarrierError, Unsupported
+from ..errors import BarrierError, SimError, Unsupported
 from ..interpreter import Env, Executable, pure
 from ..machine import Steps, Thread
 from ..mlir import Op, Type, walk
@@ -32,6 +32,8 @@ def _inline_asm(op: Op, exe: Executable) -> Fn:
         return block.compute
     if block.asm.has("red") and exe.module.ctas == 2:
         raise Unsupported("atomics of a pair of CTAs")
+    if block.asm.has("ld", "st", "red") and op.attrs.get("pure", "false").startswith("true"):
+        raise SimError("inline assembly that uses memory is called pure: the compiler may move or drop it", op.loc)
 
     free = _first_free(exe)
 
@@ -42,7 +44,7 @@ def _inline_asm(op: Op, exe: Executable) -> Fn:
                 yield from _named_barrier(effect, th, free)
             else:
                 yield None
-                _reduce(effect, th)
+                _access(effect, th)
         block.finish(call, env)
 
     with_effects.style = "steps"  # type: ignore[attr-defined]
@@ -73,11 +75,17 @@ def _named_barrier(given: ptx.Barrier, th: Thread, free: int) -> Steps:
         th.cta.share(bar.done_bit, th.bit)
 
 
-def _reduce(given: ptx.Reduction, th: Thread) -> None:
-    """An atomic for each element; aligned is the vector."""
-    f32, width = dtype("f32"), given.values.shape[1]
-    th.cta.gmem.find(given.addresses, width * f32.nbytes, given.name)
-    atomic(th, FADD, given.addresses[:, None] + np.arange(width) * f32.nbytes, given.values, None, f32)
+def _access(given: ptx.Access, th: Thread) -> None:
+    """One for each element; aligned is the vector."""
+    f32, width, gmem = dtype("f32"), given.values.shape[1], th.cta.gmem
+    gmem.find(given.addresses, width * f32.nbytes, given.name)
+    addresses = given.addresses[:, None] + np.arange(width) * f32.nbytes
+    if given.op == "red":
+        atomic(gmem, th.actor, FADD, addresses, given.values, None, f32)
+    elif given.op == "st":
+        gmem.store(addresses, given.values, f32, th.actor)
+    else:
+        given.values[:] = gmem.load(addresses, f32, th.actor)
 
 
 @dataclass(frozen=True)
@@ -113,7 +121,7 @@ class _Block:
         if order is None or order.shape[2] % pack:
             if n % pack:
                 raise Unsupported(f"inline assembly with pack={pack} on {n} elements")
-            if pack > 2 or self.asm.has("red"):
+            if pack > 2 or self.asm.has("red", "ld", "st"):
                 raise Unsupported(f"inline assembly with pack={pack} needs the register layout of {enc}")
             return np.arange(n).reshape(-1, pack)
         return order.reshape(order.shape[0], order.shape[1], -1, pack)

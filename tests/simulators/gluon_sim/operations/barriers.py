@@ -60,6 +60,7 @@ def _refuse_routes(op: Op) -> None:
 
 
 def _arrive(th: Thread, bar: MBarrier, count: int) -> None:
+    th.actor.meet()  # the compiler has one warp arrive, behind a barrier of the partition
     th.cta.share(th.bit, bar.pend_bit)
     bar.arrive(count)
 

@@ -146,6 +146,7 @@ def _warp_specialize(op: Op, exe: Executable) -> Callable[..., Any]:
         cta = th.cta
         args = [env[s] for s in captures]
         workers = []
+        th.actor.meet()
         for k, region in enumerate(holder.regions):
             w = Thread(cta, names[k + 1], warps[k], exe.new_env())
             w.gen = exe.run_region(region, w.env, w, args)
@@ -160,6 +161,7 @@ def _warp_specialize(op: Op, exe: Executable) -> Callable[..., Any]:
             yield lambda: all(w.done for w in workers)
         for w in workers:
             cta.share(w.bit, th.bit)
+        th.actor.meet()
         th.name = outer
         for s, v in zip(res, vals, strict=True):
             env[s] = v

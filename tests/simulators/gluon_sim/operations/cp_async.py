@@ -34,9 +34,10 @@ def _cp_async(op: Op, exe: Executable) -> Fn:
 
     def run(env: Env, th: Thread) -> None:
         view: View = env[res]
+        by = th.cta.asynchronous
         addr, m = env[src], env[mask] if mask is not None else None
         o = env[other] if other is not None else np.zeros((), dt.compute)
-        _async_copy(th, view, lambda: gather_global(th, addr, m, o, dt, view.offsets.shape), "async copy", op.loc)
+        _async_copy(th, view, lambda: gather_global(th, by, addr, m, o, dt, view.offsets.shape), "async copy", op.loc)
         env[tok] = None
 
     return run

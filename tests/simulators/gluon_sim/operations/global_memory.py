@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from ..dtypes import DType
 from ..errors import Unsupported
-from ..interpreter import Env, Executable, sync
-from ..machine import Thread
+from ..global_memory import RELAXED, GlobalMemory
+from ..interpreter import Env, Executable, steps, sync
+from ..machine import Poll, Steps, Thread
 from ..mlir import Op
+from ..ordering import Actor, Order
 from .common import Fn, slots
 
 
-def gather_global(th: Thread, addr: Any, mask: Any, other: Any, dt: DType, shape: tuple[int, ...]) -> Any:
+def gather_global(th: Thread, by: Actor, addr: Any, mask: Any, other: Any, dt: DType, shape: tuple[int, ...]) -> Any:
     addr = np.broadcast_to(np.asarray(addr, np.int64), shape)
     if mask is None:
-        r = th.cta.gmem.load(addr, dt, th.cta.linear)
+        r = th.cta.gmem.load(addr, dt, by)
         return r if shape else r.reshape(())[()]
     mask = np.broadcast_to(mask, shape)
     # lanes that are masked off without `other` hold garbage on the device
     fill = other if other is not None else (np.nan if dt.kind == "f" else 0x5A)
     out = np.array(np.broadcast_to(np.asarray(fill, dt.compute), shape))
     if mask.any():
-        out[mask] = th.cta.gmem.load(addr[mask], dt, th.cta.linear)
+        out[mask] = th.cta.gmem.load(addr[mask], dt, by)
     return out if shape else out[()]
 
 
@@ -37,7 +40,7 @@ def _load(op: Op, exe: Executable) -> Fn:
     def run(env: Env, th: Thread) -> None:
         m = env[mask] if mask is not None else None
         o = env[other] if other is not None else None
-        env[dst] = gather_global(th, env[ptr], m, o, ty.dtype, ty.shape)
+        env[dst] = gather_global(th, th.actor, env[ptr], m, o, ty.dtype, ty.shape)
 
     return run
 
@@ -50,7 +53,7 @@ def _scatter_global(th: Thread, addr: Any, value: Any, mask: Any, dt: DType) -> 
         mask = np.broadcast_to(mask, shape)
         addr, value = addr[mask], value[mask]
     if addr.size:
-        th.cta.gmem.store(addr, value, dt, th.cta.linear)
+        th.cta.gmem.store(addr, value, dt, th.actor)
 
 
 @sync("tt.store")
@@ -91,59 +94,92 @@ def _rmw(kind: int, old: Any, val: Any) -> Any:
     raise Unsupported(f"atomic operation {kind}")
 
 
-def atomic(th: Thread, kind: int, addr: Any, val: Any, mask: Any, dt: DType) -> Any:
+def atomic(
+    gmem: GlobalMemory, by: Actor, kind: int, addr: Any, val: Any, mask: Any, dt: DType, order: Order = RELAXED
+) -> Any:
     """Element by element, in order, so that duplicate addresses behave."""
     addr = np.asarray(addr, np.int64)
     val = np.broadcast_to(np.asarray(val), addr.shape)
     out = np.zeros(addr.shape, dt.compute)
-    gm, pid = th.cta.gmem, th.cta.linear
     sel = np.ones(addr.shape, np.bool_) if mask is None else np.broadcast_to(mask, addr.shape)
     flat_a, flat_v, flat_o, flat_s = addr.ravel(), val.ravel(), out.ravel(), sel.ravel()
     if len(np.unique(flat_a[flat_s])) == int(flat_s.sum()) and kind in (4, 5, 10):
         if flat_s.any():
             a, v = flat_a[flat_s], flat_v[flat_s]
-            old = gm.load(a, dt, pid, "atomic", atomic=True)
-            flat_o[flat_s] = old
-            gm.store(a, v if kind == 10 else dt.cast(old + v), dt, pid, "atomic", atomic=True)
+            flat_o[flat_s] = gmem.update(a, dt, by, lambda old: v if kind == 10 else dt.cast(old + v), order)
     else:
         for i in np.flatnonzero(flat_s):
-            a = flat_a[i : i + 1]
-            old = gm.load(a, dt, pid, "atomic", atomic=True)[0]
-            flat_o[i] = old
-            gm.store(a, np.asarray([dt.cast(_rmw(kind, old, flat_v[i]))]), dt, pid, "atomic", atomic=True)
+
+            def change(old: Any, value: Any = flat_v[i]) -> Any:
+                return dt.cast(np.asarray([_rmw(kind, old[0], value)]))
+
+            flat_o[i] = gmem.update(flat_a[i : i + 1], dt, by, change, order)[0]
     return flat_o.reshape(addr.shape) if addr.shape else flat_o[0]
 
 
-@sync("tt.atomic_rmw")
+def _order(op: Op) -> Order:
+    """sem: relaxed, acquire, release or both from 1 on; scope: gpu, cta, sys."""
+    sem = op.int_attr("sem")
+    return Order(sem in (2, 4), sem in (3, 4), op.int_attr("scope") != 2)
+
+
+def _polling(op: Op, th: Thread, addr: Any, dt: DType, run: Callable[[], None]) -> Steps:
+    """Run an atomic. One that finds again what it found just before, and does not change it, waits for another value:
+    that takes fewer steps than going round. Where nothing else can go on the scheduler has it look all the same."""
+    yield None
+    if addr is None:  # of several elements, or none
+        run()
+        return
+    addresses, gmem, last = np.asarray(addr, np.int64).ravel(), th.cta.gmem, th.poll
+    key = addresses.tobytes()
+    if last is not None and (last.op, last.number + 1, last.addresses) == (op, th.executed, key):
+        th.waiting_for, th.polling = "polls memory", True
+        yield last.changed
+        th.polling = False
+    changes = gmem.changes
+    run()
+    th.poll = Poll(op, th.executed, key, gmem.watch(addresses, dt)) if gmem.changes == changes else None
+
+
+@steps("tt.atomic_rmw")
 def _atomic_rmw(op: Op, exe: Executable) -> Fn:
     kind, dt = op.int_attr("atomic_rmw_op"), op.operands[1].type.dtype
     if exe.module.ctas == 2:
         raise Unsupported("atomics of a pair of CTAs")
-    s = slots(op.operands)
+    s, order = slots(op.operands), _order(op)
     dst = op.results[0].slot
 
-    def run(env: Env, th: Thread) -> None:
-        env[dst] = atomic(th, kind, env[s[0]], env[s[1]], env[s[2]] if len(s) > 2 else None, dt)
+    def run(env: Env, th: Thread) -> Steps:
+        mask = env[s[2]] if len(s) > 2 else None
+        lone = np.size(env[s[0]]) == 1 and (mask is None or bool(np.all(mask)))
+
+        def once() -> None:
+            env[dst] = atomic(th.cta.gmem, th.actor, kind, env[s[0]], env[s[1]], mask, dt, order)
+
+        yield from _polling(op, th, env[s[0]] if lone else None, dt, once)
 
     return run
 
 
-@sync("tt.atomic_cas")
+@steps("tt.atomic_cas")
 def _atomic_cas(op: Op, exe: Executable) -> Fn:
     p, c, v = slots(op.operands)
-    dst, dt = op.results[0].slot, op.operands[1].type.dtype
+    dst, dt, order = op.results[0].slot, op.operands[1].type.dtype, _order(op)
 
-    def run(env: Env, th: Thread) -> None:
+    def run(env: Env, th: Thread) -> Steps:
         addr = np.atleast_1d(np.asarray(env[p], np.int64))
-        cmp, val = np.broadcast_to(env[c], addr.shape), np.broadcast_to(env[v], addr.shape)
-        out = np.zeros(addr.shape, dt.compute)
-        gm, pid = th.cta.gmem, th.cta.linear
-        for i in range(addr.size):
-            a = addr.ravel()[i : i + 1]
-            old = gm.load(a, dt, pid, "atomic", atomic=True)[0]
-            out.ravel()[i] = old
-            if old == cmp.ravel()[i]:
-                gm.store(a, val.ravel()[i : i + 1], dt, pid, "atomic", atomic=True)
-        env[dst] = out.reshape(np.shape(env[p]))[()]
+        cmp, val = (np.broadcast_to(env[s], addr.shape).ravel() for s in (c, v))
+
+        def once() -> None:
+            out = np.zeros(addr.shape, dt.compute)
+            for i, at in enumerate(addr.ravel()):
+
+                def change(old: Any, i: int = i) -> Any:
+                    return val[i : i + 1] if old[0] == cmp[i] else None
+
+                out.ravel()[i] = th.cta.gmem.update(np.array([at]), dt, th.actor, change, order)[0]
+            env[dst] = out.reshape(np.shape(env[p]))[()]
+
+        yield from _polling(op, th, addr if addr.size == 1 else None, dt, once)
 
     return run

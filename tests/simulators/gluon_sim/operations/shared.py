@@ -15,6 +15,8 @@ from ..pairs import same_part
 from ..views import View
 from .common import Fn, scalar_int, slots
 
+PARTITION_BARRIERS = ("gpu.barrier", "ttg.barrier", "ttg.local_barrier")
+
 
 def _label(op: Op) -> str:
     """The variable's name; allocations made in a helper also get the line that called it."""
@@ -59,17 +61,15 @@ def _tmem_alloc(op: Op, exe: Executable) -> Fn:
     return _alloc(op, exe, True)
 
 
-@pure(
-    "ttg.local_dealloc",
-    "ttg.global_scratch_dealloc",
-    "gpu.barrier",
-    "ttg.barrier",
-    "ttg.local_barrier",
-    "ttng.tensormap_fenceproxy_acquire",
-)
+@pure("ttg.local_dealloc", "ttg.global_scratch_dealloc", "ttng.tensormap_fenceproxy_acquire")
 def _nothing(op: Op, exe: Executable) -> Fn:
-    # barriers between the warps of one partition are implied: a partition is one simulated thread
     return lambda env: None
+
+
+@pure(*PARTITION_BARRIERS)
+def _partition_barrier(op: Op, exe: Executable) -> Fn:
+    """Of the warps of one partition, which are one simulated thread: they differ for what an atomic releases."""
+    return lambda env: env[-1].actor.meet()
 
 
 @pure("ttg.memdesc_index")

@@ -125,7 +125,7 @@ def _tma_out(op: Op, combine: int | None) -> Fn:
                 else:
                     addr, mask = desc.addresses(at)
                     if mask.any():
-                        atomic(th, combine, addr[mask], data[mask], None, desc.dt)
+                        atomic(th.cta.gmem, th.cta.asynchronous, combine, addr[mask], data[mask], None, desc.dt)
                 return True
 
             th.cta.writes.issue(AsyncOp(what, write, th, where))

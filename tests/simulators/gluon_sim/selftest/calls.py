@@ -15,7 +15,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .. import TARGETS, Options, Outcome, activate, run_mutants, simulate
 from ..machine import Stats
-from . import faults, kernels_blackwell, kernels_exchange, kernels_hopper, kernels_pairs, kernels_small
+from . import (
+    faults,
+    kernels_blackwell,
+    kernels_exchange,
+    kernels_hopper,
+    kernels_pairs,
+    kernels_programs,
+    kernels_small,
+)
 from .box import Box
 
 
@@ -144,6 +152,23 @@ def exchange(options: Options, fault: str = "none", by_tma: bool = False, shift:
     return stats
 
 
+def sum_in_turn(options: Options, fault: str = "none", programs: int = 5, rows: int = 3) -> Stats:
+    """The sum of kernels_programs.py; NaN until it is zeroed."""
+    sums, out = torch.full((rows, 1024), torch.nan), torch.zeros(rows, 1024)
+    ready, done = torch.zeros(2, 1, dtype=torch.int32)
+    given = sums, out, ready, done, rows, faults.SUM[fault]
+    stats = simulate(kernels_programs.sum_in_turn, (programs,), *given, options=options).stats
+    assert (out == sum(torch.arange(1024.0) + p for p in range(2, programs))).all()
+    return stats
+
+
+def hand_on(options: Options, fault: int = 0) -> torch.Tensor:
+    """The four programs of kernels_programs.py that have x one after the other."""
+    x = torch.zeros(256)
+    simulate(kernels_programs.hand_on, (4,), x, torch.zeros(1, dtype=torch.int32), fault, options=options)
+    return x
+
+
 def cancel(options: Options, fault: str = "none") -> Stats:
     """Programs of 12 that cancel others: each is run once, by itself or by who cancelled it."""
     dst = torch.zeros(12, dtype=torch.int32)
@@ -164,9 +189,9 @@ def handshake(options: Options) -> None:
     assert (dst == torch.arange(1.0, 5)[:, None]).all()
 
 
-def mutate(call: str, target: str, seeds: Iterable[int]) -> list[Outcome]:
+def mutate(call: str, target: str, seeds: Iterable[int], resident: int = 1) -> list[Outcome]:
     """Mutation testing of a call of this file."""
-    return run_mutants(globals()[call], Options(target=target), seeds)
+    return run_mutants(globals()[call], Options(target=target, resident=resident), seeds)
 
 
 def linear_layout(name: str, shape: tuple[int, ...]) -> str:

@@ -10,6 +10,8 @@ from triton.experimental.gluon.language.nvidia import blackwell
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+partition_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+
 if hasattr(blackwell, "get_tmem_reg_layout"):  # Triton 3.6
     tmem_registers = blackwell.get_tmem_reg_layout
     tma_load, tma_store = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global

@@ -34,6 +34,23 @@ EXCHANGE = {
     "add_plainly": 7,
 }
 EXCHANGE_TMA = {"no_store_wait": 8, "no_stage_fence": 9}  # of the variant that adds by TMA
+SUM = {
+    "none": 0,
+    "ready_relaxed": 1,
+    "ready_polled_relaxed": 2,
+    "ready_no_barrier": 3,
+    "no_go": 4,
+    "no_poll_ready": 5,
+    "done_relaxed": 6,
+    "done_polled_relaxed": 7,
+    "done_no_barrier": 8,
+    "no_poll_done": 9,
+    "done_early": 10,
+    "ready_in_cta": 11,
+    "done_one_fewer": 12,
+    "wait_for_one_more": 13,
+    "ready_one_fewer": 14,
+}
 CANCEL = {"none": 0, "expect_too_few_bytes": 1, "no_wait": 2, "no_fence": 3, "id_of_a_refusal": 4, "ask_again": 5}
 
 ATTENTION = {
