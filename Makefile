@@ -24,7 +24,7 @@ test-floor: $(VENV)/.ready
 	$(VENV)/bin/python -m pytest $(SPREAD) $(PYTEST_ARGS)
 
 # What a Triton version can change: the device code, and what every row compiles to. Long ones first.
-NEWEST_TESTS := $(addprefix tests/test_,sm_90.py sm_100.py sm_100_price.py gfx1151.py gfx1151_price.py compiling.py compiling_features.py tritons.py gluon_sim_clusters.py softmax.py products.py memory.py scores.py sequences.py)
+NEWEST_TESTS := $(addprefix tests/test_,sm_90.py sm_90_backward.py sm_100.py sm_100_price.py gfx1151.py gfx1151_price.py compiling.py compiling_features.py tritons.py gluon_sim_clusters.py softmax.py products.py memory.py scores.py sequences.py)
 test-newest: $(VENV_NEWEST)/.ready
 	$(VENV_NEWEST)/bin/python -m pytest $(SPREAD) $(NEWEST_TESTS) $(PYTEST_ARGS)
 

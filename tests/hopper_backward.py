@@ -36,6 +36,13 @@ def prepared(row: HopperBackwardTile, problem: Problem) -> HopperBackwardLaunch:
     return launch
 
 
+def one_by_one(launch: HopperBackwardLaunch) -> HopperBackwardLaunch:
+    """Heads one after the other, so that in small problems too sums are cleared ahead, if ever."""
+    if launch.config.CLEARS.value:
+        launch.together, launch.lead = 1, launch.blocks
+    return launch
+
+
 def upstream(call: Call, q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of the output and of the LSE."""
     generator = torch.Generator().manual_seed(7)
@@ -53,15 +60,20 @@ def forward(
     return out.to(q.dtype), lse.float().contiguous()
 
 
-def prepare(work: Any, q_len: int, out: torch.Tensor, d_out: torch.Tensor, lse: torch.Tensor, d_lse: Any) -> None:
-    """`gradients.prepare`: the two planes that the kernel reads, and a sum of 0."""
+def prepare(
+    launch: HopperBackwardLaunch, work: Any, out: torch.Tensor, d_out: torch.Tensor, lse: torch.Tensor, d_lse: Any
+) -> None:
+    """`gradients.prepare`: the two planes that the kernel reads, and those sums that it does not clear itself."""
+    q_len = launch.problem.q_len
     empty = lse == -torch.inf
     work.stats.fill_(torch.nan)
     work.stats[0, ..., q_len:], work.stats[1, ..., q_len:] = torch.inf, 0.0
     work.stats[0, ..., :q_len] = torch.where(empty, torch.inf, lse * LOG2E)
     delta = (out.float() * d_out.float()).sum(-1) - (0.0 if d_lse is None else d_lse)
     work.stats[1, ..., :q_len] = torch.where(empty, 0.0, delta)
-    work.sums.zero_()
+    work.ready.zero_()
+    work.sums.fill_(torch.nan)
+    work.sums.flatten(0, 1)[: launch.lead // launch.blocks * launch.problem.group] = 0.0
 
 
 SQUARE = (8, 4, 8, 4, 2, 2)  # 8 columns, warp, row of 8, pair of columns, which 8 of 16 rows, column of the pair
@@ -86,14 +98,14 @@ def sum_of(dq: torch.Tensor) -> torch.Tensor:
 
 # In turn causal with more keys, rows without keys, bands, groups; each ring goes round more than twice.
 SIMULATED = (
-    Call((1, 2, 1, 330, 400), CAUSAL),
+    Call((1, 4, 2, 330, 400), CAUSAL),
     Call((1, 4, 2, 200, 300), {}, "normal", "bshd"),
     Call((2, 1, 1, 300, 150), CAUSAL, sinks=True),
     Call((1, 1, 1, 500, 260), WINDOW),
     Call((1, 2, 2, 64, 128), {"scale": -0.2}, "large"),
     Call((1, 3, 1, 130, 129), {"causal": "top_left"}, "normal", "padded"),
-    Call((1, 1, 1, 450, 520), {"window": (None, 40)}),
-    Call((1, 1, 1, 450, 300), {"window": (50, None), "window_align": "top_left"}),
+    Call((1, 3, 3, 250, 320), {"window": (None, 40)}),
+    Call((1, 2, 2, 250, 300), {"window": (50, None), "window_align": "top_left"}),
     Call((1, 1, 1, 1, 1), CAUSAL),
-    Call((1, 2, 1, 700, 130), {}),
+    Call((1, 5, 5, 300, 130), {}),
 )

@@ -1,11 +1,12 @@
 """The backward of sm_90 in the Gluon simulator; runs in a `gluon_sim.Worker`, where Triton compiles."""
 
+from dataclasses import replace
 from typing import Any
 
 import schedules
 import torch
 from hopper import DTYPES
-from hopper_backward import ARCH, SIMULATED, forward, prepare, prepared, rows, rows_of, upstream
+from hopper_backward import ARCH, SIMULATED, forward, one_by_one, prepare, prepared, rows, rows_of, upstream
 from ptxas import assembled as by_ptxas
 from simulators.gluon_sim import Options, activate
 
@@ -25,12 +26,12 @@ def simulate(index: int, which: int, dims: tuple[int, int], dtype: str, options:
     (q, k, v), extras, problem = call.inputs(dims, DTYPES[dtype], options.seed)
     d_out, d_lse = upstream(call, q, v)
     out, lse = forward(q, k, v, problem, extras)
-    launch = prepared(rows()[index], problem)
+    launch = one_by_one(prepared(rows()[index], problem))
     grads = [poisoned(*t.shape, dtype=t.dtype, device="cpu") for t in (q, k, v)]
     work = launch.work(q.device)
-    prepare(work, problem.q_len, out, d_out, lse, d_lse)
+    prepare(launch, work, out, d_out, lse, d_lse)
     grid, arguments = launch.arguments((q, k, v, d_out), grads, work)
-    with activate(options):
+    with activate(replace(options, resident=(1, 2, 4)[options.seed % 3])):
         run(attention_backward, grid, None, arguments, **launch.options)
     assert not work.found.any(), "NaN or inf"
     grads[0] = (rows_of(work.sums)[:, :, : problem.q_len, : dims[0]] * problem.scale).to(q.dtype)
@@ -48,7 +49,7 @@ def seeds(index: int, dims: tuple[int, int], dtype: str, of: list[int]) -> list[
 def mutants(index: int, dims: tuple[int, int], of: list[int]) -> tuple[int, list[str]]:
     """(how many, what survived): every synchronisation of the kernel dropped or weakened once."""
     return schedules.survivors(
-        lambda options, which: simulate(index, which, dims, "bf16", options), "sm_90", of, (0, 1)
+        lambda options, which: simulate(index, which, dims, "bf16", options), "sm_90", of, (0, 1, 9)
     )
 
 

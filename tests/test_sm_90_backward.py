@@ -14,6 +14,7 @@ from hopper_backward import (
     WINDOW,
     forward,
     head_dims,
+    one_by_one,
     prepare,
     prepared,
     rows,
@@ -167,8 +168,8 @@ def squared(launch: HopperBackwardLaunch, inputs: Any, grads: Any, work: Any) ->
     p, cols = launch.problem, launch.width
     q, k, v, g = (t.float() for t in inputs)
     k, v = (t.repeat_interleave(p.group, 1) for t in (k, v))
-    row, col = torch.arange(p.q_len)[:, None], torch.arange(p.kv_len)
-    seen = torch.ones(p.q_len, p.kv_len, dtype=torch.bool)
+    row, col = torch.arange(p.q_len, device=q.device)[:, None], torch.arange(p.kv_len, device=q.device)
+    seen = torch.ones(p.q_len, p.kv_len, dtype=torch.bool, device=q.device)
     if p.first_offset is not None:
         seen &= col >= row + p.first_offset
     if p.last_offset is not None:
@@ -178,7 +179,7 @@ def squared(launch: HopperBackwardLaunch, inputs: Any, grads: Any, work: Any) ->
     ds = weight * (g @ v.mT - delta)
     dq = torch.nn.functional.pad(ds @ k, (0, cols - p.head_dim, 0, launch.rows - p.q_len))
     work.sums.add_(sum_of(dq))
-    found = torch.zeros(p.batch, p.kv_heads, launch.blocks * work.found.shape[-1])
+    found = torch.zeros(p.batch, p.kv_heads, launch.blocks * work.found.shape[-1], device=q.device)
     for grad, own in ((grads[1], ds.mT @ q * p.scale), (grads[2], weight.mT @ g)):
         own = own.unflatten(1, (p.kv_heads, p.group)).sum(2)
         grad.copy_(own)
@@ -199,25 +200,27 @@ AROUND = (
 
 @pytest.mark.parametrize("which", range(len(AROUND)))
 @pytest.mark.parametrize("index", range(len(ROWS)), ids=NAMES)
-def test_the_kernels_around(index: int, which: int) -> None:
+def test_the_kernels_around(index: int, which: int, device: str) -> None:
     """Statistics, dQ from its sum, and what the fast path leaves as NaN or inf, with that path in torch."""
     call = AROUND[which]
     dims = head_dims(ROWS[index])[which % 3]
-    (q, k, v), extras, problem = call.inputs(dims, torch.float16, which)
+    (q, k, v), extras, problem = call.inputs(dims, torch.float16, which, device)
     d_out, d_lse = upstream(call, q, v)
     out, lse = forward(q, k, v, problem, extras)
-    launch = prepared(ROWS[index], problem)
-    grads = [moat(poisoned(*t.shape, dtype=t.dtype, device="cpu"), 0, 0, 1, 8) for t in (q, k, v)]
+    launch = one_by_one(prepared(ROWS[index], problem))
+    grads = [moat(poisoned(*t.shape, dtype=t.dtype, device=device), 0, 0, 1, 8) for t in (q, k, v)]
     inputs, work = (q, k, v, d_out), launch.work(q.device)
     work.sums.fill_(torch.nan)
     twin = launch.work(q.device)
-    prepare(twin, problem.q_len, out, d_out, lse, d_lse)
+    prepare(launch, twin, out, d_out, lse, d_lse)
     for kernel, grid, arguments, options in launch.launches(inputs, out, lse, d_lse, grads, work, extras):
         if kernel is attention_backward:
             coarse = work.stats[0].isnan()  # scores too large for the fused exponent, or NaN
             assert coarse.any() or call.data != "huge"
             same = torch.where(coarse, 0.0, work.stats[:2] - twin.stats[:2]).nan_to_num(0.0)
-            assert same.abs().max() <= 1e-4 and torch.equal(work.sums, twin.sums)
+            assert same.abs().max() <= 1e-4 and not work.ready.any()
+            assert torch.equal(work.sums == 0, twin.sums == 0)
+            work.sums.zero_()
             squared(launch, inputs, grads, work)
         else:
             kernel[grid](*arguments, **options)

@@ -159,7 +159,7 @@ class BackwardLaunch:
         of_stats, of_slopes = stats_of(stats), None if d_slopes is None else stats_of(d_slopes[None])
         grid = (q.shape[1], -(-q.shape[2] // PREPARED_ROWS), q.shape[0])
         n_rows = q.shape[2]
-        arguments = (of_out, of_inputs[3], lse, d_lse, of_stats, None, n_rows, n_rows, *self.prepared, NO_SUMS)
+        arguments = (of_out, of_inputs[3], lse, d_lse, of_stats, None, n_rows, n_rows, 0, *self.prepared, NO_SUMS)
         self.binary = run(gradients.prepare, grid, self.binary, arguments, **PREPARE_OPTIONS)
         for kernel, outputs in ((self.queries, (dq, of_slopes)), (self.keys, (dk, dv))):
             arguments = self.arguments(kernel, of_inputs, outputs, of_stats, extras)

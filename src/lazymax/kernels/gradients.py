@@ -71,15 +71,16 @@ def store_exact(stats, span, head, first_row, m, rest, ROWS: tl.constexpr):
     tl.store(at + EXACT_REST * stats.plane, rest, mask=inside)
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_stored"])
-def prepare(out, d_out, lse, d_lse, stats, sums, n_rows, n_stored, ROWS: tl.constexpr, PIECES, D_V: tl.constexpr,
-            WIDE: tl.constexpr, SUM_COLS: tl.constexpr):
+@triton.jit(do_not_specialize=["n_rows", "n_stored", "n_cleared"])
+def prepare(out, d_out, lse, d_lse, stats, sums, n_rows, n_stored, n_cleared, ROWS: tl.constexpr, PIECES,
+            D_V: tl.constexpr, WIDE: tl.constexpr, SUM_COLS: tl.constexpr):
     """The statistics of ROWS rows from the forward's output and LSE. Grid: (query heads, tiles of rows, batch).
 
     out, d_out: `memory.View`. lse, d_lse (or None): fp32, (batch, heads, n_rows), contiguous. A row without keys gets
     the rest inf and the delta 0, whatever the gradients hold there; so do the rows from n_rows to n_stored. An LSE for
     which the fused exponent is too coarse gets the rest NaN: that shows in the gradients of a tile, which is then
-    computed again (backward.py). sums: fp32, (batch, heads, n_stored, SUM_COLS), to be filled with 0, or None.
+    computed again (backward.py). sums: None, or a fp32 tensor (batch, heads, n_stored, SUM_COLS), of whose heads the
+    first n_cleared are filled with 0, and an int32 tensor (batch, heads), filled with 0.
     """
     head = tl.program_id(0)
     first = tl.program_id(1) * ROWS
@@ -105,8 +106,12 @@ def prepare(out, d_out, lse, d_lse, stats, sums, n_rows, n_stored, ROWS: tl.cons
     tl.store(to + EXACT_PIVOT * stats.plane, tl.zeros([ROWS], tl.float32), mask=inside)
     tl.store(to + EXACT_REST * stats.plane, rest, mask=inside)
     if sums is not None:
-        index = tl.cast(batch * tl.num_programs(0) + head, tl.int64) * n_stored + first
-        tl.store(sums + index * SUM_COLS + tl.arange(0, ROWS * SUM_COLS), tl.zeros([ROWS * SUM_COLS], tl.float32))
+        at = batch * tl.num_programs(0) + head
+        if at < n_cleared:
+            place = (tl.cast(at, tl.int64) * n_stored + first) * SUM_COLS + tl.arange(0, ROWS * SUM_COLS)
+            tl.store(sums[0] + place, tl.zeros([ROWS * SUM_COLS], tl.float32))
+        if first == 0:
+            tl.store(sums[1] + at, 0)
 
 
 @triton.jit

@@ -33,16 +33,18 @@ from ...kernels.launch import (
     view_strides,
 )
 from ...kernels.memory import View
-from ...kernels.tma import describe
+from ...kernels.tma import describe, multiprocessors
 from ...problem import Problem
 from .backward_rows import HopperBackwardTile
 from .kernels.backward import Config, attention_backward
 from .kernels.finish import BLOCKS, ROWS, finish_keys, finish_queries
+from .launch import USUAL
 
 if TYPE_CHECKING:
     from ...dispatch_backward import BackwardPlan
 
 KEYS = 128
+WAVES = 2  # of CTAs at least, from one that clears a part to those that add to it
 FINISH_OPTIONS = launch_options(4, 1, None)
 
 
@@ -52,6 +54,7 @@ class _Work:
 
     stats: torch.Tensor  # fp32, (PLANES, B, Hq, whole tiles of queries)
     sums: torch.Tensor  # fp32, see kernels/sums.py
+    ready: torch.Tensor  # int32, for each head, how many parts of its sum have been cleared; as many as query heads
     found: torch.Tensor  # int8, see `finish_keys`
 
 
@@ -66,7 +69,8 @@ class HopperBackwardLaunch:
     width: int
     rows: int  # of a head, in whole tiles
     blocks: int  # of keys, of a head
-    together: int
+    together: int  # heads that are worked on side by side
+    lead: int  # CTAs, see `sums.clear`: a multiple of those of `together` heads
     strides: list[tuple[int, ...]] | None = None  # of the views of q, k, v, d_out, out, dq, dk and dv
     tiles: tuple[TensorDescriptor, ...] | None = None  # of the first call's tensors
     binaries: list[Callable[..., None] | None] | None = None
@@ -81,11 +85,14 @@ class HopperBackwardLaunch:
             HAS_FIRST=p.first_offset is not None,
             HAS_LAST=p.last_offset is not None,
             PIPELINED=tile.pipelined,
+            CLEARS=tile.clears,
             ROUNDED=tile.rounded,
             REGISTERS=tile.keys.max_registers or 240,
         )
-        heads = p.batch * p.kv_heads
+        heads, blocks = p.batch * p.kv_heads, -(-p.kv_len // KEYS)
         banded = p.first_offset is not None or p.last_offset is not None
+        together = max(1, min(heads, ROWS_TOGETHER // (p.q_len * p.group))) if banded else 1
+        least = WAVES * multiprocessors(USUAL) if tile.clears else heads * blocks
         return cls(
             problem=p,
             config=constant(config),
@@ -94,8 +101,9 @@ class HopperBackwardLaunch:
             options=dict(num_warps=4, enable_fp_fusion=True),
             width=tile.width,
             rows=-(-p.q_len // block_m) * block_m,
-            blocks=-(-p.kv_len // KEYS),
-            together=max(1, min(heads, ROWS_TOGETHER // (p.q_len * p.group))) if banded else 1,
+            blocks=blocks,
+            together=together,
+            lead=-(-least // (together * blocks)) * together * blocks,
         )
 
     def work(self, device: torch.device) -> _Work:
@@ -103,7 +111,8 @@ class HopperBackwardLaunch:
         stats = torch.empty(PLANES, p.batch, p.q_heads, self.rows, dtype=torch.float32, device=device)
         sums = torch.empty(p.batch, p.q_heads, self.rows, self.width, dtype=torch.float32, device=device)
         found = torch.empty(p.batch, p.kv_heads, self.blocks, KEYS, dtype=torch.int8, device=device)
-        return _Work(stats, sums, found)
+        ready = torch.empty(p.batch, p.q_heads, dtype=torch.int32, device=device)
+        return _Work(stats, sums, ready, found)
 
     def arguments(
         self, inputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], work: _Work
@@ -126,9 +135,9 @@ class HopperBackwardLaunch:
         heads = p.batch * p.kv_heads
         numbers = (
             p.scale * LOG2E, p.scale, p.q_len, p.kv_len, p.first_offset or 0, p.last_offset or 0, p.kv_heads, p.group,
-            self.blocks, heads, self.together,
+            self.blocks, heads, self.together, self.lead,
         )  # fmt: skip
-        return (heads * self.blocks, 1, 1), (*tiles, work.sums, work.found, *numbers, self.config)
+        return (heads * self.blocks, 1, 1), (*tiles, work.sums, work.ready, work.found, *numbers, self.config)
 
     def launches(
         self,
@@ -148,8 +157,9 @@ class HopperBackwardLaunch:
         views = [View(t, *steps) for t, steps in zip(tensors, self.strides, strict=True)]
         of_inputs, (of_out, dq, dk, dv) = backward.Inputs(*views[:4]), views[4:]
         stats = stats_of(work.stats)
-        to_prepare = (of_out, of_inputs.d_out, lse, d_lse, stats, work.sums, p.q_len, self.rows, *portable.prepared,
-                      constant(self.width))  # fmt: skip
+        cleared = min(p.batch * p.kv_heads, self.lead // self.blocks) * p.group
+        to_prepare = (of_out, of_inputs.d_out, lse, d_lse, stats, (work.sums, work.ready), p.q_len, self.rows, cleared,
+                      *portable.prepared, constant(self.width))  # fmt: skip
         grid, main = self.arguments(inputs, grads, work)
         tiles = self.rows // ROWS.value
         modifiers = NO_MODIFIERS if extras is NO_EXTRAS else modifiers_of(p, extras)

@@ -53,6 +53,7 @@ BACKWARD = (
         keys=Half(block_m=128, block_n=128, num_warps=4, num_stages=2),
         when=When(min_programs=0.5),
         pipelined=True,
+        clears=True,
         rounded=True,
         reason="tiles of 128 queries, so that each consumer has 64 rows of dQ; the exponentials of the next under dK",
         provenance="",

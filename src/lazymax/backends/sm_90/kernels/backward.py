@@ -40,6 +40,7 @@ class Config(NamedTuple):
     HAS_FIRST: Any  # the band has a left bound
     HAS_LAST: Any  # the band has a right bound
     PIPELINED: Any
+    CLEARS: Any  # a warp clears sums of dQ for later CTAs
     ROUNDED: Any  # dS from P as dV takes it, which then needs no other registers
     REGISTERS: Any  # of a thread of a consumer
 
@@ -55,6 +56,7 @@ class Call(NamedTuple):
     dk_tiles: Any
     dv_tiles: Any
     d_queries: Any
+    ready: Any
     found: Any
     scale_log2: Any
     scale: Any
@@ -67,6 +69,7 @@ class Call(NamedTuple):
     n_blocks: Any
     n_heads: Any
     together: Any
+    lead: Any
 
 
 class Shared(NamedTuple):
@@ -140,6 +143,8 @@ def _produce(shared, call, config):
         copies.load(call.stats_tiles, [plane + at, 0], full, shared.stats.index(2 * slot + 1))
         if i == 0:
             copies.load(call.v_tiles, [work.batch, work.kv_head, key, 0], shared.keys_full.index(1), shared.v)
+            if config.CLEARS:  # before the first dO is there, no consumer adds to the sum
+                sums.wait_clear(work, call)
         mbarrier.wait(shared.g_empty.index(i & 1), ((i >> 1) & 1) ^ 1)
         full = shared.g_full.index(i & 1)
         mbarrier.expect(full, ROWS * COLS * 2)
@@ -344,24 +349,30 @@ def _consume(shared, call, config, W: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["q_len", "kv_len", "first_offset", "last_offset", "kv_heads", "group", "n_blocks",
-                              "n_heads", "together"])
-def attention_backward(q_tiles, k_tiles, v_tiles, g_tiles, stats_tiles, dk_tiles, dv_tiles, d_queries, found,
-                       scale_log2, scale, q_len, kv_len, first_offset, last_offset, kv_heads, group, n_blocks, n_heads,
-                       together, config):
+                              "n_heads", "together", "lead"])
+def attention_backward(q_tiles, k_tiles, v_tiles, g_tiles, stats_tiles, dk_tiles, dv_tiles, d_queries, ready,
+                       found, scale_log2, scale, q_len, kv_len, first_offset, last_offset, kv_heads, group, n_blocks,
+                       n_heads, together, lead, config):
     """dK and dV, and the sum that dQ is made of. Grid: (blocks of 128 keys * key heads * batch,), 4 warps and those of
     the other roles.
 
     q_tiles, ..., dv_tiles: descriptors of q, k, v, the gradient of out, and of dk and dv, with blocks of BLOCK_M rows
     (queries), 128 (keys) or 64 (dk, dv), WIDTH columns wide. stats_tiles: of the statistics that `gradients.prepare`
     makes, in rows of BLOCK_M: a plane of LSE in log2 units (inf where there is no query), then one of delta.
-    d_queries: fp32, 0, see `sums.py`. found: int8, for each key of each block: 1 if its dk or dv has NaN or inf.
+    d_queries: fp32, 0 in the heads of the first `lead` CTAs (in all, unless CLEARS), see `sums.py`. ready: int32, 0,
+    one for each head. found: int8, for each key of each block: 1 if its dk or dv has NaN or inf.
     scale_log2: scale * log2(e), signed. scale: natural units. Query i sees the keys i + first_offset to i +
     last_offset, as far as the band has bounds. group: query heads per key head. n_heads: key heads of the batch.
-    together: of them, those whose programs run side by side.
+    together: of them, those whose CTAs run side by side. lead: a multiple of the CTAs of so many heads.
     """
-    call = Call(q_tiles, k_tiles, v_tiles, g_tiles, stats_tiles, dk_tiles, dv_tiles, d_queries, found, scale_log2,
-                scale, q_len, kv_len, first_offset, last_offset, kv_heads, group, n_blocks, n_heads, together)
+    call = Call(q_tiles, k_tiles, v_tiles, g_tiles, stats_tiles, dk_tiles, dv_tiles, d_queries, ready, found,
+                scale_log2, scale, q_len, kv_len, first_offset, last_offset, kv_heads, group, n_blocks, n_heads,
+                together, lead)
     shared = _allocate(call, config)
     R: gl.constexpr = config.REGISTERS
-    gl.warp_specialize([(_consume, (shared, call, config, 0)), (_consume, (shared, call, config, 1)),
-                        (_produce, (shared, call, config))], [4, 1], [R, 24])
+    if config.CLEARS:
+        gl.warp_specialize([(_consume, (shared, call, config, 0)), (_consume, (shared, call, config, 1)),
+                            (_produce, (shared, call, config)), (sums.clear, (call, config))], [4, 1, 1], [R, 24, 24])
+    else:
+        gl.warp_specialize([(_consume, (shared, call, config, 0)), (_consume, (shared, call, config, 1)),
+                            (_produce, (shared, call, config))], [4, 1], [R, 24])

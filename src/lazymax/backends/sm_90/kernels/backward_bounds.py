@@ -21,20 +21,24 @@ class Work(NamedTuple):
 
 
 @gluon.jit
-def work(call, config):
-    """The CTA's own. Heads go `together` at a time, key block by key block, those with the most queries first: what
-    they read stays in the L2, and the longest programs begin early. Without a mask each block begins at another tile,
-    for fewer collisions in the sum of dQ."""
-    ROWS: gl.constexpr = config.BLOCK_M
-    index = gl.program_id(0)
+def place(index, call, config):
+    """(head, key block) of a CTA. Heads go `together` at a time, key block by key block, those with the most queries
+    first: what they read stays in the L2, and the longest CTAs begin early."""
     of_group = call.together * call.n_blocks
     earlier = index // of_group * call.together
     side_by_side = gl.minimum(call.n_heads - earlier, call.together)
     rest = index % of_group
-    head = earlier + rest % side_by_side
     block = rest // side_by_side
     if config.HAS_FIRST and not config.HAS_LAST:
         block = call.n_blocks - 1 - block
+    return earlier + rest % side_by_side, block
+
+
+@gluon.jit
+def work(call, config):
+    """The CTA's own. Without a mask each block begins at another tile, for fewer collisions in the sum of dQ."""
+    ROWS: gl.constexpr = config.BLOCK_M
+    head, block = place(gl.program_id(0), call, config)
     n_tiles = gl.cdiv(call.q_len, ROWS)
     first = 0
     stop = n_tiles
