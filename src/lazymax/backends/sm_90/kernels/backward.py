@@ -86,6 +86,7 @@ class Shared(NamedTuple):
     q_empty: Any
     g_full: Any
     g_empty: Any
+    cleared: Any  # the sum that the consumers add to; see CLEARS
 
 
 @gluon.jit
@@ -107,6 +108,8 @@ def _allocate(call, config):
     q_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], L)
     g_full = gl.allocate_shared_memory(gl.int64, [2, 1], L)
     g_empty = gl.allocate_shared_memory(gl.int64, [2, 1], L)
+    cleared = gl.allocate_shared_memory(gl.int64, [1], L)
+    mbarrier.init(cleared, count=1)
     for i in gl.static_range(2):
         mbarrier.init(keys_full.index(i), count=1)
         mbarrier.init(g_full.index(i), count=1)
@@ -115,7 +118,7 @@ def _allocate(call, config):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=2)
     fence_async_shared()
-    return Shared(q, g, k, v, ds, stats, keys_full, q_full, q_empty, g_full, g_empty)
+    return Shared(q, g, k, v, ds, stats, keys_full, q_full, q_empty, g_full, g_empty, cleared)
 
 
 @gluon.jit
@@ -143,8 +146,6 @@ def _produce(shared, call, config):
         copies.load(call.stats_tiles, [plane + at, 0], full, shared.stats.index(2 * slot + 1))
         if i == 0:
             copies.load(call.v_tiles, [work.batch, work.kv_head, key, 0], shared.keys_full.index(1), shared.v)
-            if config.CLEARS:  # before the first dO is there, no consumer adds to the sum
-                sums.wait_clear(work, call)
         mbarrier.wait(shared.g_empty.index(i & 1), ((i >> 1) & 1) ^ 1)
         full = shared.g_full.index(i & 1)
         mbarrier.expect(full, ROWS * COLS * 2)
@@ -326,6 +327,8 @@ def _consume(shared, call, config, W: gl.constexpr):
     values = shared.v.reshape([KEYS, COLS]).slice(W * (KEYS // 2), KEYS // 2, 0)
     mbarrier.wait(shared.keys_full.index(0), 0)
     mbarrier.wait(shared.keys_full.index(1), 0)
+    if config.CLEARS:
+        mbarrier.wait(shared.cleared, 0)
     if config.PIPELINED:
         dk, dv = _walk_pipelined(keys, values, shared, work, key, call, config, W)
     else:
@@ -371,8 +374,10 @@ def attention_backward(q_tiles, k_tiles, v_tiles, g_tiles, stats_tiles, dk_tiles
     shared = _allocate(call, config)
     R: gl.constexpr = config.REGISTERS
     if config.CLEARS:
+        parts = sums.parts(call, config)
         gl.warp_specialize([(_consume, (shared, call, config, 0)), (_consume, (shared, call, config, 1)),
-                            (_produce, (shared, call, config)), (sums.clear, (call, config))], [4, 1, 1], [R, 24, 24])
+                            (_produce, (shared, call, config)), (sums.clear, (shared.cleared, parts))],
+                           [4, 1, 1], [R, 24, 24])
     else:
         gl.warp_specialize([(_consume, (shared, call, config, 0)), (_consume, (shared, call, config, 1)),
                             (_produce, (shared, call, config))], [4, 1], [R, 24])

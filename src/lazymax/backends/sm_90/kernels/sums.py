@@ -5,8 +5,11 @@ are 16 contiguous bytes and a warp's 512: `red.v4`, where atomics in the order o
 backward.
 """
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from . import backward_bounds, copies
 
@@ -28,32 +31,44 @@ def add(square, to):
     )  # fmt: skip
 
 
-@gluon.jit
-def clear(call, config):
-    """The role of a warp: fill with 0 a part of the sum of a later head, that of the CTA `lead` behind this one, and
-    tell so. A pass over memory before the kernel becomes stores beside products.
+class Parts(NamedTuple):
+    """What a CTA waits for, and what it does for later ones."""
 
-    CTAs begin in the order of their numbers, and those that wait for a head's parts come after all that clear them: so
-    nobody waits for one that does not run.
-    """
-    index = gl.program_id(0) + call.lead
-    if index < call.n_heads * call.n_blocks:
-        head, block = backward_bounds.place(index, call, config)
-        squares = call.group * gl.cdiv(call.q_len, config.BLOCK_M) * (config.BLOCK_M * config.WIDTH // SQUARE)
-        part = gl.cdiv(squares, call.n_blocks)
+    own: Any  # pointer to how many parts of its own head's sum are 0
+    wanted: Any  # parts; 0: its sum has been cleared before the kernel
+    to: Any  # pointer to the part of a later head's sum that it clears
+    count: Any  # of numbers there; -1: none
+    later: Any  # pointer to how many parts of that sum are 0
+
+
+@gluon.jit
+def parts(call, config):
+    """A CTA clears, of the head of the CTA `lead` behind it, that CTA's part. CTAs begin in the order of their numbers,
+    and those that wait for a head's parts come after all that clear them: nobody waits for one that does not run."""
+    head, _ = backward_bounds.place(gl.program_id(0), call, config)
+    index, total = gl.program_id(0) + call.lead, call.n_heads * call.n_blocks
+    later, block = backward_bounds.place(gl.minimum(index, total - 1), call, config)
+    squares = call.group * gl.cdiv(call.q_len, config.BLOCK_M) * (config.BLOCK_M * config.WIDTH // SQUARE)
+    each = gl.cdiv(squares, call.n_blocks)
+    first = block * each
+    count = gl.maximum(gl.minimum(first + each, squares) - first, 0) * SQUARE
+    return Parts(call.ready + head, gl.where(gl.program_id(0) >= call.lead, call.n_blocks, 0),
+                 call.d_queries + (later.to(gl.int64) * squares + first) * SQUARE,
+                 gl.where(index < total, count, -1), call.ready + later)
+
+
+@gluon.jit
+def clear(cleared, of):
+    """The role of a warp: tell the consumers when the sum that they add to is 0, then clear a part of a later head's and
+    tell so. A pass over memory before the kernel becomes stores beside products."""
+    found = gl.to_tensor(0)
+    while found < of.wanted:
+        found = gl.atomic_add(of.own, 0, sem="acquire", scope="gpu")
+    mbarrier.arrive(cleared, count=1)
+    if of.count >= 0:
         L: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
-        to = call.d_queries + head.to(gl.int64) * squares * SQUARE + gl.arange(0, CHUNK, L)
-        for at in range(block * part * SQUARE, gl.minimum((block + 1) * part, squares) * SQUARE, CHUNK):
-            gl.store(to + at, gl.zeros([CHUNK], gl.float32, L))
+        lanes = gl.arange(0, CHUNK, L)
+        for at in range(0, of.count, CHUNK):
+            gl.store(of.to + at + lanes, gl.zeros([CHUNK], gl.float32, L))
         copies.barrier()
-        gl.atomic_add(call.ready + head, 1, sem="release", scope="gpu")
-
-
-@gluon.jit
-def wait_clear(work, call):
-    """Until all parts of the head's sum are 0. Those of the first heads are before the kernel begins."""
-    head = work.batch * call.kv_heads + work.kv_head
-    if head * call.n_blocks >= call.lead:
-        parts = gl.to_tensor(-1)
-        while parts < call.n_blocks:
-            parts = gl.atomic_add(call.ready + head, 0, sem="acquire", scope="gpu")
+        gl.atomic_add(of.later, 1, sem="release", scope="gpu")
