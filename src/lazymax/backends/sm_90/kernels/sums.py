@@ -59,8 +59,8 @@ def parts(call, config):
 
 @gluon.jit
 def clear(cleared, of):
-    """The role of a warp: tell the consumers when the sum that they add to is 0, then clear a part of a later head's and
-    tell so. A pass over memory before the kernel becomes stores beside products."""
+    """The role of a warp: tell the consumers when the sum that they add to is 0, then clear a part of a later head's,
+    and tell so. A pass over memory before the kernel becomes stores beside products."""
     found = gl.to_tensor(0)
     while found < of.wanted:
         found = gl.atomic_add(of.own, 0, sem="acquire", scope="gpu")
