@@ -1,7 +1,7 @@
 """How the operators are differentiated and vmapped, and `forward`, through which the public functions call them.
 
-`register_autograd` serves plain autograd and torch.compile; two autograd Functions serve torch.func transforms, which
-it does not. There is no second derivative and no forward mode; both say so.
+`register_autograd` serves autograd and torch.compile; two autograd Functions serve torch.func transforms, which it does
+not, and one the usual eager call, which it makes slow. There is no second derivative and no forward mode; both say so.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ import torch
 from . import mods, ops, ops_backward
 from .extras import NO_EXTRAS, NO_RULES, Extras, Rules
 
+NO_NEEDS = [False] * 4  # gradients of mask, slopes, sinks and score_args
 INSTEAD = (
     "call torch's own scaled_dot_product_attention (lazymax.reference.TORCH_SDPA) under "
     "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) for that"
@@ -119,6 +120,40 @@ class _Backward(torch.autograd.Function):
         return tuple(torch.ops.lazymax.attention_backward(*_nested(n_score, n_mask, 5, flat)))
 
 
+class _Eager(torch.autograd.Function):
+    """The usual eager call, of q, k and v without extras, straight to the implementations: the way through the
+    dispatcher flattens some 30 arguments in Python, forward and backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules, options: ops.Options
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = ops.run_forward(q, k, v, NO_EXTRAS, rules, options)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.set_materialize_grads(False)
+        ctx.rules, ctx.options = rules, options
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None) -> tuple[Any, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        options = ctx.options
+        saved = ops_backward.Saved(out, lse, options.impl, options.deterministic)
+        tensors = torch.zeros_like(out) if grad_out is None else grad_out, grad_lse, q, k, v
+        if torch.is_grad_enabled() or not _plain(*(t for t in tensors if t is not None)):
+            # Of a second derivative the operator says that there is none.
+            grads = torch.ops.lazymax.attention_backward(*tensors, *NO_EXTRAS, *ctx.rules, NO_NEEDS, *saved)
+        else:
+            grads = ops_backward.run_backward(*tensors, NO_EXTRAS, ctx.rules, NO_NEEDS, saved)
+        return (*grads[:3], None, None)
+
+
+def _plain(*tensors: torch.Tensor) -> bool:
+    """Whether nothing but the implementation has to see a call: no subclass, no mode, no trace."""
+    known = all(type(t) is torch.Tensor or type(t) is torch.nn.Parameter for t in tensors)
+    return known and torch._C._len_torch_dispatch_stack() == 0 and torch._C._get_tracing_state() is None
+
+
 def forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -129,8 +164,8 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`torch.ops.lazymax.attention_forward`, which also works under torch.func transforms (grad, vmap, their mixtures).
 
-    A plain eager call without gradients goes to the implementation directly: the dispatcher's way there through Python
-    costs more than the kernel at small sizes.
+    A plain eager call goes to the implementation directly: the dispatcher's way there through Python costs more than
+    the kernel at small sizes.
     """
     if torch.compiler.is_compiling():
         if torch.is_grad_enabled() and _require_grad(q, k, v, extras):
@@ -141,10 +176,11 @@ def forward(
         options = options._replace(keep_lse=True)
         flat = (*extras[: ops.N_SINGLE], *extras.score_args, *extras.mask_args, *rules, *options)
         return _Forward.apply(n_score, n_mask, q, k, v, *flat)  # type: ignore[no-any-return,no-untyped-call]
-    plain = type(q) is type(k) is type(v) is torch.Tensor and torch._C._len_torch_dispatch_stack() == 0
-    plain &= torch._C._get_tracing_state() is None
+    plain = _plain(q, k, v)
     if torch.is_grad_enabled() and _require_grad(q, k, v, extras):
         options = options._replace(keep_lse=True)
+        if plain and extras is NO_EXTRAS:
+            return _Eager.apply(q, k, v, rules, options)  # type: ignore[no-any-return,no-untyped-call]
     elif plain:
         return ops.run_forward(q, k, v, extras, rules, options, True)
     return torch.ops.lazymax.attention_forward(q, k, v, *extras, *rules, *options)  # type: ignore[no-any-return]

@@ -139,7 +139,21 @@ def _operator(
     *arguments: Any,
 ) -> list[torch.Tensor]:
     extras, rules, (needs, *rest) = parsed(arguments)
-    saved = Saved(*rest)
+    return run_backward(grad_out, grad_lse, q, k, v, extras, rules, needs, Saved(*rest))
+
+
+def run_backward(
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    extras: Extras,
+    rules: Rules,
+    needs: list[bool],
+    saved: Saved,
+) -> list[torch.Tensor]:
+    """The operator, on parsed arguments."""
     key = (*_key(grad_out, grad_lse, q, k, v, extras, rules, saved), *needs)
     decision = _decided.get(key)
     if decision is None:
