@@ -44,7 +44,7 @@ def draw(count, memory, bars, call, config):
         clc.try_cancel(memory.next.index(slot), bars.next_full.index(slot))
     elif config.COUNTER:
         mbarrier.wait(bars.next_empty.index(slot), ((count >> 1) & 1) ^ 1)
-        drawn = gl.atomic_add(call.counter, 1) + gl.num_programs(0)
+        drawn = gl.atomic_add(call.counter, 1, sem="relaxed") + gl.num_programs(0)
         L: gl.constexpr = layouts.one(config.ROWS, gl.num_warps())
         memory.next.index(slot).store(gl.full([1], 0, gl.int32, L) + drawn)
         mbarrier.arrive(bars.next_full.index(slot), count=1)
