@@ -399,9 +399,13 @@ def test_a_row_that_adds_in_any_order_is_passed_over_where_the_same_bits_are_ask
 
 
 def test_explain_tells_of_the_backward():
-    text = str(lazymax.explain(shape=(4, 16, 16, 4096, 4096, 128), arch="sm_90", show=False))
-    assert "backward  triton:sm_90:" in text and "dK and dV 64 queries x 64 keys" in text
+    shape = (4, 16, 16, 4096, 4096, 128)
+    text = str(lazymax.explain(shape=shape, arch="sm_80", show=False))
+    assert "backward  triton:sm_80:dkdv-" in text and "dK and dV 64 queries x 64 keys" in text
     assert "the same bits from run to run, no atomics" in text
+    text = str(lazymax.explain(shape=shape, arch="sm_90", show=False))
+    assert "backward  triton:sm_90:ws-" in text and "all gradients in one kernel: 64 queries x 128 keys" in text
+    assert "added up in the order in which programs finish; deterministic=True takes another row" in text
 
 
 def test_a_row_that_cannot_be_built_gives_way_to_the_reference(device, monkeypatch):
