@@ -264,6 +264,7 @@ def test_who_gets_a_row() -> None:
         (dict(head_dim=192), "for head dims from 72 to 128, multiples of 8, got 192 and 128 of v"),
         (dict(head_dim=100), "multiples of 8"),
         (dict(batch=1, q_heads=1, kv_heads=1, q_len=128, kv_len=128), "programs"),
+        (dict(q_len=2**21 - 127), "takes 2097024 queries at most, got 2097025"),
         (dict(descriptor_refusal="q: no"), "needs tensor descriptors: q: no"),
     ],
 )

@@ -35,7 +35,7 @@ from ...kernels.launch import (
 from ...kernels.memory import View
 from ...kernels.tma import describe, multiprocessors
 from ...problem import Problem
-from .backward_rows import HopperBackwardTile
+from .backward_rows import KEYS, HopperBackwardTile
 from .kernels.backward import Config, attention_backward
 from .kernels.finish import BLOCKS, ROWS, finish_keys, finish_queries
 from .launch import USUAL
@@ -43,7 +43,6 @@ from .launch import USUAL
 if TYPE_CHECKING:
     from ...dispatch_backward import BackwardPlan
 
-KEYS = 128
 WAVES = 2  # of CTAs at least, from one that clears a part to those that add to it
 FINISH_OPTIONS = launch_options(4, 1, None)
 

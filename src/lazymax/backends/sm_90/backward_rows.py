@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 KEYS = 128  # of a CTA
 FINISH = Half(block_m=64, block_n=KEYS, num_warps=4, num_stages=1)
+MAX_QUERIES = 2**21 - 128  # with whole tiles still within the grid of gradients.prepare
 MAX_TILES = 2**31 // 8  # rows of the statistics' descriptor, which has four planes of them
 
 
@@ -68,6 +69,8 @@ class HopperBackwardTile(BackwardTile):
             return f"for head dims from {self.width // 2 + 8} to {self.width}, multiples of 8, got {given}"
         if arch.matrix_unit != "wgmma" or not arch.descriptors:
             return f"needs warpgroup products and tensor descriptors, {arch.id} has not both"
+        if p.q_len > MAX_QUERIES:
+            return f"takes {MAX_QUERIES} queries at most, got {p.q_len}"
         tiles = p.q_heads * p.q_tiles(self.keys.block_m)
         if tiles > MAX_TILES:
             return f"takes {MAX_TILES} tiles of {self.keys.block_m} queries at most, got {tiles}"

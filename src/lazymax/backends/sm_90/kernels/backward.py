@@ -27,8 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from . import assembly, backward_bounds, copies, layouts, sums
-
-KEYS = gl.constexpr(128)  # of a CTA, half of them of each consumer
+from .backward_bounds import KEYS
 
 
 class Config(NamedTuple):

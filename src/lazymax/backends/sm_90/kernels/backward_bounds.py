@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-KEYS = gl.constexpr(128)
+KEYS = gl.constexpr(128)  # of a CTA, half of them of each consumer
 
 
 class Work(NamedTuple):

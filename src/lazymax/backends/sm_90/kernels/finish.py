@@ -4,9 +4,9 @@ import triton
 import triton.language as tl
 
 from ....kernels import backward, backward_keys, bounds, gradients, memory, products, sequences
+from .backward_bounds import KEYS
 
 ROWS = tl.constexpr(64)  # of a program of finish_queries
-KEYS = tl.constexpr(128)  # of a block of attention_backward
 BLOCKS = tl.constexpr(32)  # of a program of finish_keys
 
 
