@@ -84,6 +84,21 @@ def shift_reference(score, b, h, q_idx, k_idx, weight):
     return score + weight[h] * k_idx
 
 
+@triton.jit
+def bend(score, b, h, q_idx, k_idx, weight):
+    return score + tl.load(weight + h) * score * score * (1 + (q_idx + k_idx) % 2)
+
+
+@triton.jit
+def bend_derivative(score, b, h, q_idx, k_idx, weight):
+    return 1.0 + 2.0 * tl.load(weight + h) * score * (1 + (q_idx + k_idx) % 2)
+
+
+def bend_reference(score, b, h, q_idx, k_idx, weight):
+    return score + weight[h] * score * score * (1 + (q_idx + k_idx) % 2)
+
+
+lazymax.register_score_mod("calls.bend", bend, reference=bend_reference, derivative=bend_derivative)
 lazymax.register_score_mod("calls.tilt", tilt, reference=tilt_reference)
 lazymax.register_score_mod("calls.weigh", weigh, reference=weigh_reference)
 lazymax.register_mask_mod("calls.sieve", sieve, reference=sieve_reference)
@@ -130,4 +145,5 @@ def floats(options: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 TILT = dict(score_mod="calls.tilt", score_mod_args=(normal(2), normal(2, 3, seed=4)))
+BEND = dict(score_mod="calls.bend", score_mod_args=(normal(2) * 0.2,))
 SIEVE = dict(mask_mod="calls.sieve", mask_mod_args=(torch.tensor([30, 0]),))

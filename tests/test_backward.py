@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from calls import SIEVE, bools, moved, normal, stored
+from calls import BEND, SIEVE, bools, moved, normal, stored
 
 import lazymax
 from lazymax import arch as arches
@@ -238,6 +238,11 @@ FEATURES: dict[str, dict[str, Any]] = {
     "lengths": dict(seqlens_k=torch.tensor([17, 0]), causal="bottom_right", sinks=normal(B, H)),
     "lengths, top left": dict(seqlens_k=torch.tensor([35, 3]), window=(6, 1)),
     "mask_mod": dict(**SIEVE, causal="top_left"),
+    "score_mod": dict(**BEND, causal="bottom_right"),
+    "score_mod behind everything": dict(
+        **BEND, softcap=3.0, alibi_slopes=normal(H), attn_mask=normal(B, 1, Q, K), window=(9, 9)
+    ),
+    "score_mod, packed": dict(**ENDS, **BEND, sinks=normal(H)),
     "packed": dict(**ENDS),
     "packed, sinks and slopes of each": dict(
         **ENDS, sinks=normal(3, H), alibi_slopes=normal(3, H), causal="bottom_right"
@@ -387,7 +392,8 @@ def test_a_score_mod_is_differentiated_by_torch():
     problem = Problem.from_call(q, q, q, score_mod="calls.weigh", score_mod_args=(weight,))
     arch = arches.by_name("sm_90")
     chosen = plan_backward(problem, arch, plan(problem, arch))
-    assert chosen.route == "reference" and "score_mod 'calls.weigh' is differentiated by torch" in chosen.reason
+    assert chosen.route == "reference"
+    assert "score_mod 'calls.weigh' is differentiated by torch: it was registered without derivative=" in chosen.reason
 
 
 def test_a_row_that_adds_in_any_order_is_passed_over_where_the_same_bits_are_asked_for():
@@ -430,3 +436,21 @@ def test_the_gradient_of_a_mask_of_one_row_is_of_the_rows_that_there_are(device)
     problem = Problem.from_tensors(q, k, v, extras, rules, return_lse=True)
     grads = by_row(SMALL, torch.ones_like(q), None, (q, k, v), problem, extras, rules)
     assert grads[3].isfinite().all()
+
+
+def test_a_score_mod_with_a_derivative_is_of_kernels_unless_its_tensors_want_gradients(device):
+    q, k, v = testing.make_qkv(1, 2, 1, 20, 35, 16, dtype=FP32, device=device)
+    weight = BEND["score_mod_args"][0].to(device)
+    d_out = normal(1, 2, 20, 16).to(device)
+    found = []
+    for wants in (False, True):
+        leaves = [*(t.clone().requires_grad_() for t in (q, k, v)), weight.clone().requires_grad_(wants)]
+        out = lazymax.attention(*leaves[:3], score_mod="calls.bend", score_mod_args=(leaves[3],), causal="top_left")
+        found.append(torch.autograd.grad(out, leaves[: 3 + wants], d_out))
+    for x, y in zip(*found, strict=False):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+    assert len(found[1]) == 4 and found[1][3].abs().max() > 0
+    extras, rules = parse_options(q, score_mod="calls.bend", score_mod_args=(weight,))
+    problem = Problem.from_tensors(q, k, v, extras, rules, return_lse=True)
+    arch = arches.by_name("sm_90")
+    assert plan_backward(problem, arch, plan(problem, arch)).route == "triton"

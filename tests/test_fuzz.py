@@ -71,6 +71,11 @@ def _lean(score, b, h, q_idx, k_idx):
 
 
 @triton.jit
+def _lean_derivative(score, b, h, q_idx, k_idx):
+    return tl.where(score > 0.0, 1.0, 0.5)
+
+
+@triton.jit
 def _documents(b, h, q_idx, k_idx, ids):
     return tl.load(ids + q_idx) == tl.load(ids + k_idx)
 
@@ -95,7 +100,9 @@ mods.register_score_mod(
     "fuzz.bend", _bend,
     reference=lambda s, b, h, i, j, table, size: s * (1 - 0.125 * (b % 2)) + table[(i * 3 + j) % size[0]],
 )  # fmt: skip
-mods.register_score_mod("fuzz.lean", _lean, reference=lambda s, b, h, i, j: torch.where(s > 0, s, 0.5 * s))
+mods.register_score_mod(
+    "fuzz.lean", _lean, reference=lambda s, b, h, i, j: torch.where(s > 0, s, 0.5 * s), derivative=_lean_derivative
+)
 mods.register_mask_mod("fuzz.documents", _documents, reference=lambda b, h, i, j, ids: ids[i] == ids[j])
 mods.register_mask_mod("fuzz.prefix", _prefix, reference=lambda b, h, i, j, lengths: (j <= i) | (j < lengths[b]))
 mods.register_mask_mod("fuzz.stripes", _stripes, reference=lambda b, h, i, j: (i // 4 + j // 16 + h) % 3 != 0)

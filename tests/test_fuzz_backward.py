@@ -38,7 +38,7 @@ ROWS = (SMALL, FLAT, LARGE, FLAT, LARGE, FLAT, LARGE, None)
 
 def small(call: Call) -> Call:
     """As much of the call as the interpreter computes in a fraction of a second."""
-    rare = call.seed % 16 == 0  # a large head dim, or a score_mod, whose derivative is the reference's
+    rare = call.seed % 16 == 0  # a large head dim, or a score_mod that the reference differentiates
     return replace(
         call,
         dtype=torch.float32 if call.dtype == torch.float64 else call.dtype,
@@ -51,7 +51,7 @@ def small(call: Call) -> Call:
         behind=tuple(min(n, 3) for n in call.behind),
         head_dim=call.head_dim if call.head_dim <= 40 or (rare and call.head_dim <= 256) else 16,
         v_head_dim=call.v_head_dim if call.v_head_dim <= 40 or (rare and call.v_head_dim <= 256) else 24,
-        score_mod=call.score_mod if rare else None,
+        score_mod=call.score_mod if rare or call.score_mod == "fuzz.lean" else None,
     )
 
 

@@ -123,6 +123,10 @@ BAD = (
         ("*, weight", "one parameter per tensor argument")),
     Bad("reference is no function", lambda: lazymax.register_mask_mod("x", near, reference=True),
         ("register_mask_mod: got reference True", "expected a function")),
+    Bad("derivative is not jitted", lambda: lazymax.register_score_mod("x", double, derivative=plain),
+        ("register_score_mod: got derivative <function plain", "decorated with @triton.jit")),
+    Bad("derivative takes a tensor more", lambda: lazymax.register_score_mod("x", double, derivative=of_tensors),
+        ("register_score_mod: got derivative of 7 parameters, expected 5 as the function",)),
     Bad("the decorator, not jitted", lambda: lazymax.register_mask_mod("x")(plain),
         ("register_mask_mod: got <function plain", "decorated with @triton.jit")),
 )  # fmt: skip

@@ -6,6 +6,7 @@ reference. No choice of the forward but the reference binds the backward: all ke
 
 from dataclasses import dataclass
 
+from . import mods
 from .arch import Arch
 from .backends import BackwardTile, registry
 from .compat import tritons
@@ -50,8 +51,8 @@ def backward_refusal(problem: Problem, arch: Arch) -> str | None:
     for name, dim in (("q and k", problem.head_dim), ("v", problem.v_head_dim)):
         if dim > MAX_BACKWARD_HEAD_DIM:
             return f"head dim of {name}: the kernels take 1 to {MAX_BACKWARD_HEAD_DIM}, got {dim}"
-    if problem.score_mod:
-        return f"score_mod {problem.score_mod!r} is differentiated by torch: a Triton function has no derivative"
+    if problem.score_mod and mods.get("score_mod", problem.score_mod).derivative is None:
+        return f"score_mod {problem.score_mod!r} is differentiated by torch: it was registered without derivative="
     if problem.batch > MAX_BATCH and not problem.packed:
         return f"takes {MAX_BATCH} batch elements at most, got {problem.batch}"
     rows = problem.packed[0] if problem.packed else problem.q_len

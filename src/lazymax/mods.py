@@ -22,6 +22,7 @@ class Mod:
     name: str
     function: Any  # triton.JITFunction
     reference: Callable[..., Any] | None  # the same in torch operations
+    derivative: Any = None  # of a score_mod, by its score: triton.JITFunction or None
 
     def check_arguments(self, count: int) -> None:
         """Raise ValueError unless the function takes `count` tensors beside its leading arguments."""
@@ -58,31 +59,44 @@ def get(kind: str, name: str) -> Mod:
     return found
 
 
-def _register(kind: str, name: str, function: Any, reference: Callable[..., Any] | None) -> Any:
+def _register(kind: str, name: str, function: Any, reference: Callable[..., Any] | None, derivative: Any = None) -> Any:
     if not isinstance(name, str):
         raise TypeError(f"register_{kind}: got name {name!r}, expected a string")
     if function is None:
-        return lambda function: _register(kind, name, function, reference)
-    leading = _LEADING[kind]
-    plain = getattr(function, "fn", None)  # of a JITFunction; asking for its type would import Triton
-    if not callable(plain):
-        raise TypeError(f"register_{kind}: got {function!r}, expected a function decorated with @triton.jit")
-    parameters = inspect.signature(plain).parameters.values()
-    positional = all(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
-    if not positional or len(parameters) < len(leading):
-        raise TypeError(
-            f"register_{kind}: got {inspect.signature(plain)}, expected ({', '.join(leading)}) and then one parameter "
-            "per tensor argument"
-        )
+        return lambda function: _register(kind, name, function, reference, derivative)
+    count = _check_function(kind, "", function, None)
+    if derivative is not None:
+        _check_function(kind, "derivative ", derivative, count)
     if reference is not None and not callable(reference):
         raise TypeError(f"register_{kind}: got reference {reference!r}, expected a function")
-    _registered[kind, name] = Mod(kind, name, function, reference)
+    _registered[kind, name] = Mod(kind, name, function, reference, derivative)
     for call in _forget:
         call()
     return function
 
 
-def register_score_mod(name: str, function: Any = None, *, reference: Callable[..., Any] | None = None) -> Any:
+def _check_function(kind: str, what: str, function: Any, count: int | None) -> int:
+    """Raise TypeError unless it is a jitted function of the leading parameters and more, `count` in all if given.
+    Returns how many it has."""
+    leading = _LEADING[kind]
+    plain = getattr(function, "fn", None)  # of a JITFunction; asking for its type would import Triton
+    if not callable(plain):
+        raise TypeError(f"register_{kind}: got {what}{function!r}, expected a function decorated with @triton.jit")
+    parameters = inspect.signature(plain).parameters.values()
+    positional = all(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+    if not positional or len(parameters) < len(leading):
+        raise TypeError(
+            f"register_{kind}: got {what}{inspect.signature(plain)}, expected ({', '.join(leading)}) and then one "
+            "parameter per tensor argument"
+        )
+    if count not in (None, len(parameters)):
+        raise TypeError(f"register_{kind}: got {what}of {len(parameters)} parameters, expected {count} as the function")
+    return len(parameters)
+
+
+def register_score_mod(
+    name: str, function: Any = None, *, reference: Callable[..., Any] | None = None, derivative: Any = None
+) -> Any:
     """Register a `@triton.jit` function `(score, b, h, q_idx, k_idx, *args) -> score` as `score_mod=name`.
 
     Args:
@@ -92,11 +106,14 @@ def register_score_mod(name: str, function: Any = None, *, reference: Callable[.
             element (or packed sequence) and query head, int32 scalars. q_idx, k_idx: int32 columns and rows that
             broadcast to the tile, positions in the sequence. args: pointers to the tensors of `score_mod_args`.
         reference: the same in torch operations, all arguments tensors that broadcast (args: the tensors themselves).
-            The CPU route, verification and gradients (also those of the tensors) use it and raise without it.
+            The CPU route, verification and gradients (also those of the tensors) use it and raise without it; but see
+            derivative.
+        derivative: a `@triton.jit` function of the same parameters that returns d(result) / d(score). With it kernels
+            compute the gradients, unless a tensor of `score_mod_args` wants one.
 
     Returns the function. Raises TypeError for something else than a jitted function of these parameters.
     """
-    return _register("score_mod", name, function, reference)
+    return _register("score_mod", name, function, reference, derivative)
 
 
 def register_mask_mod(name: str, function: Any = None, *, reference: Callable[..., Any] | None = None) -> Any:

@@ -153,7 +153,7 @@ def run_backward(
     needs: list[bool],
     saved: Saved,
 ) -> list[torch.Tensor]:
-    """The operator, on parsed arguments."""
+    """The operator, on parsed arguments. Gradients of score_args, and with them all others, are the reference's."""
     key = (*_key(grad_out, grad_lse, q, k, v, extras, rules, saved), *needs)
     decision = _decided.get(key)
     if decision is None:
@@ -165,7 +165,8 @@ def run_backward(
         for t, strides in zip((q, k, v), decision.strides, strict=True)
     )
     problem = decision.problem
-    if decision.launch is not None:
+    by_torch = needs[3] and any(t.is_floating_point() for t in extras.score_args)
+    if decision.launch is not None and not by_torch:
         others = _by_kernels(decision, saved, grad_out, grad_lse, (q, k, v), extras, rules, needs, grads)
         if others is not None:
             return [*grads, *others]
@@ -205,7 +206,9 @@ def _by_kernels(
     if found is None:
         return None
     delta, d_mask = found
-    others = [None if d_mask is None or extras.mask is None else d_mask.to(extras.mask.dtype), None, None]
+    others: list[torch.Tensor | None] = [None] * (3 + len(extras.score_args))
+    if d_mask is not None and extras.mask is not None:
+        others[0] = d_mask.to(extras.mask.dtype)
     if d_slopes is not None and extras.alibi_slopes is not None:
         others[1] = _per_head(d_slopes, extras.alibi_slopes, extras)
     if needs[2] and extras.sinks is not None:

@@ -49,6 +49,7 @@ class Config(NamedTuple):
     MASK_COLS: Any
     SCORE_MOD: Any
     MASK_MOD: Any
+    DERIVATIVE: Any  # of the SCORE_MOD by its score
 
 
 class Inputs(NamedTuple):
@@ -105,6 +106,7 @@ def _sweep_keys(q, d_out, row, inputs, tiles, stats, span, head, first_row, star
         keep = gradients.kept(modifiers, span, head, first_row, n, p.shape[0], BLOCK_N, False)
         dp = products.scores(d_out, v, config.PRECISION, config.UPCAST)
         ds = gradients.of_scores(p, dp, keep, row, modifiers, config, EDGE, False)
+        ds = gradients.of_biased(ds, s, modifiers, span, head, first_row, n, config, EDGE, False)
         if len(d_slope) == 1:
             place = scores.place_at(span, head, first_row, n, p.shape[0], BLOCK_N, EDGE)
             d_slope = (d_slope[0] - tl.sum(ds * scores.distance(span, place, False), 1),)

@@ -53,6 +53,7 @@ def _sweep_queries(keys, values, inputs, tiles, stats, span, head, first_col, st
         dv = products.weighted(weight, d_out, dv, config.PRECISION, config.UPCAST, False)
         dp = products.scores(v, d_out, config.PRECISION, config.UPCAST)
         ds = gradients.of_scores(p, dp, keep, row, modifiers, config, EDGE, True)
+        ds = gradients.of_biased(ds, s, modifiers, span, head, m, first_col, config, EDGE, True)
         ds = gradients.of_products(ds, s, modifiers, config)
         ds = products.narrow(ds, q[0].dtype, config.UPCAST)
         dk = products.weighted(ds, gradients.clean(q, GUARDED), dk, config.PRECISION, config.UPCAST, False)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from .. import mods
 from ..backends import BackwardTile, Half
 from ..dispatch_backward import BackwardPlan
 from ..extras import NO_EXTRAS, Extras
@@ -81,6 +82,7 @@ class BackwardLaunch:
         p, tile = problem, plan.tile
         assert tile is not None
         shared = shared_config(p, plan.least_columns) | {"DESCRIPTOR": tile.descriptors}
+        shared["DERIVATIVE"] = mods.get("score_mod", p.score_mod).derivative if p.score_mod else None
         shared["EXACT"] = shared["FLOAT_MASK"] or p.dtype == "float32"
         q_len, kv_len = p.packed or (p.q_len, p.kv_len)
         batches = 1 if p.packed else p.batch

@@ -36,6 +36,7 @@ def _of_head(inputs, stats, span, head, first_row, first_col, scale_log2, modifi
     keep = gradients.kept(modifiers, span, head, first_row, first_col, BLOCK_M, BLOCK_N, False)
     dp = products.scores(d_out, v, config.PRECISION, config.UPCAST)
     ds = gradients.of_scores(p, dp, keep, row, modifiers, config, True, False)
+    ds = gradients.of_biased(ds, s, modifiers, span, head, first_row, first_col, config, True, False)
     # Rows outside may see a key that no row inside does, and that holds NaN.
     return tl.where((first_row + tl.arange(0, BLOCK_M) < span.q_len)[:, None], ds, 0.0)
 

@@ -147,8 +147,22 @@ def of_scores(p, dp, keep, row, modifiers, config, EDGE: tl.constexpr, TURNED: t
 
 
 @triton.jit
+def of_biased(ds, s, modifiers, span, head, first_row, first_col, config, EDGE: tl.constexpr, TURNED: tl.constexpr):
+    """dS, of the final scores -> the gradient of the scores that a score_mod gets. s: raw products."""
+    if config.DERIVATIVE is not None:
+        ROWS: tl.constexpr = s.shape[1] if TURNED else s.shape[0]
+        COLS: tl.constexpr = s.shape[0] if TURNED else s.shape[1]
+        place = scores.place_at(span, head, first_row, first_col, ROWS, COLS, EDGE)
+        slope = config.DERIVATIVE(scores.biased(s, modifiers, span, place, config, TURNED), span.batch, head,
+                                  masking.of_rows(place.rows, TURNED), masking.of_cols(place.cols, TURNED),
+                                  *modifiers.score_args)
+        ds = tl.where(ds == 0.0, 0.0, ds * slope.to(tl.float32))
+    return ds
+
+
+@triton.jit
 def of_products(ds, s, modifiers, config):
-    """dS -> the gradient of the scaled products s, raw here."""
+    """The gradient of biased scores -> that of the scaled products s, raw here."""
     if modifiers.softcap_inverse is not None:
         t = scores.tanh(s * modifiers.scale * modifiers.softcap_inverse, config.LARGE_CAP)
         ds = tl.where(ds == 0.0, 0.0, ds * (1.0 - t * t))

@@ -90,8 +90,8 @@ def distance(span, place, TURNED: tl.constexpr):
 
 
 @triton.jit
-def modify(s, modifiers, span, place, config, TURNED: tl.constexpr = False):
-    """Raw products -> final scores in natural units."""
+def biased(s, modifiers, span, place, config, TURNED: tl.constexpr = False):
+    """Raw products -> scores in natural units, as a score_mod gets them."""
     s = s * modifiers.scale
     if modifiers.softcap_inverse is not None:
         s = tanh(s * modifiers.softcap_inverse, config.LARGE_CAP) * modifiers.softcap
@@ -100,6 +100,13 @@ def modify(s, modifiers, span, place, config, TURNED: tl.constexpr = False):
         s -= slope * distance(span, place, TURNED)
     if config.FLOAT_MASK:
         s += mask_tile(modifiers, span, place, config, TURNED).to(tl.float32)
+    return s
+
+
+@triton.jit
+def modify(s, modifiers, span, place, config, TURNED: tl.constexpr = False):
+    """Raw products -> final scores in natural units."""
+    s = biased(s, modifiers, span, place, config, TURNED)
     if config.SCORE_MOD is not None:
         s = config.SCORE_MOD(s, span.batch, place.head, masking.of_rows(place.rows, TURNED),
                              masking.of_cols(place.cols, TURNED), *modifiers.score_args).to(tl.float32)
