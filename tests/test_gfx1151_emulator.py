@@ -453,6 +453,11 @@ def test_the_price_of_an_iteration() -> None:
     assert math.isclose(price.floor_tflops, 43.51 * 72.3 / price.cycles)
 
 
+def test_a_wait_on_the_vector_unit_issues_and_does_nothing() -> None:
+    found = run_text("v_nop\n v_mov_b32_e32 v0, 1")
+    assert found.result.by_class["valu"] == 2 and (found.vgprs[0, 0] == 1).all()
+
+
 def test_a_price_needs_two_runs_that_differ() -> None:
     with pytest.raises(ValueError, match="got 5 and 2 iterations"):
         main_loop(loop, 5, 2, waves=2)

@@ -16,7 +16,7 @@ from .permutations import DPP_KEYS, dpp_table
 # Waits, hints and modes, which change no result here.
 IGNORED = re.compile(
     r"s_(waitcnt\w*|delay_alu|nop|clause|sendmsg|set_inst_prefetch_distance|setprio|sleep|code_end|inst_prefetch|"
-    r"dcache_inv|icache_inv|gl1_inv|round_mode|denorm_mode|ttracedata\w*|setreg\w*)$|buffer_gl[01]_inv$"
+    r"dcache_inv|icache_inv|gl1_inv|round_mode|denorm_mode|ttracedata\w*|setreg\w*)$|v_nop$|buffer_gl[01]_inv$"
 )
 BRANCHES = ("scc0", "scc1", "vccz", "vccnz", "execz", "execnz")
 COMPARISONS = {  # truth table: less 1, equal 2, greater 4, unordered 8
