@@ -199,6 +199,10 @@ SINGLES = (
         lambda: np.float32(1) - F16[0, :, 1].astype(np.float32) * F16[1].view(np.float32)[:, 0],
     ),
     Single(
+        "f16 and a constant mixed", "v_fma_mix_f32 v4, -v0, 1.0, v1 op_sel:[1,0,0] op_sel_hi:[1,1,1]", F16,
+        lambda: F16[1, :, 0].astype(np.float32) - F16[0, :, 1].astype(np.float32),
+    ),
+    Single(
         "bytes", "v_perm_b32 v4, v0, v1, v2", np.stack([U32[0], U32[1], SELECT, SELECT]),
         lambda: perm_bytes(U32[0], U32[1], SELECT),
     ),

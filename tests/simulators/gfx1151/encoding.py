@@ -9,7 +9,7 @@ from typing import Any
 from .build import CODE_BASE, Dpp, Ins, operations
 from .encoding_memory import encode_lds, encode_memory
 from .errors import EmulationError
-from .operands import ABS32, HI, NEG32, Builder
+from .operands import ABS32, HI, IMMEDIATE, NEG32, Builder
 from .parser import Instruction, Listing
 from .permutations import DPP_KEYS, dpp_table
 
@@ -134,9 +134,12 @@ def _encode_select(b: Builder) -> Ins:
 
 
 def _encode_mixed(b: Builder) -> Ins:
-    """The sources' signs are written on the operands, but mean what neg_lo and neg_hi mean."""
+    """The sources' signs are written on the operands, but mean what neg_lo and neg_hi mean. A constant is of f16 where
+    its source is: LLVM writes x - x as -x * 1.0 + x, all three of f16."""
     b.put_all("dabc")
-    for k, name in enumerate("abc"):
+    for k, (name, token) in enumerate(zip("abc", b.operands[1:], strict=True)):
+        if b.ins.opsel_hi >> k & 1 and b.field(name).code == IMMEDIATE:
+            b.put(name, token, "f16")
         operand = b.field(name)
         b.ins.neg_lo |= bool(operand.mods & NEG32) << k
         b.ins.neg_hi |= bool(operand.mods & ABS32) << k
