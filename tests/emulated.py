@@ -16,19 +16,20 @@ from typing import Any
 import torch
 
 from lazymax import arch as arches
-from lazymax.backends import Tile
+from lazymax.backends import BackwardTile, Tile
 from lazymax.dispatch import plan
 from lazymax.extras import NO_EXTRAS, Extras
 from lazymax.options import parse_options
 from lazymax.problem import Problem
-from lazymax.testing import check_attention, make_qkv
+from lazymax.testing import Budget, check_attention, make_qkv
 
 ARCH = arches.by_name("gfx1151")
 TABLES = ("WMMA", "ALTERNATIVES", "FRAGMENTS", "singlewave", "pipelined", "noasm", "portable")
 
 
-def rows_of(table: str) -> tuple[Tile, ...]:
-    """A table of `backends/gfx1151/tiles.py`, the rows of a variant, or those for the portable kernel."""
+def rows_of(table: str) -> tuple[Any, ...]:
+    """A table of `backends/gfx1151/tiles.py` ("BACKWARD" too), the rows of a variant, or those for the portable
+    kernel."""
     from lazymax.backends.gfx1151 import tiles
 
     if table == "portable":
@@ -42,15 +43,15 @@ class Job:
 
     table: str
     index: int
-    shape: tuple[int, ...]  # B, Hq, Hkv, Sq, Sk, D
+    shape: tuple[int, ...]  # B, Hq, Hkv, Sq, Sk, D; of the backward D_v too, if it differs
     dtype: str
     rules: dict[str, Any] = field(default_factory=dict)
     data: str = "normal"  # see EDITS
     layout: str = "bhsd"  # or "bshd", or "padded": rows of K and V 8 elements longer, those of Q and O 1
-    feature: str = ""  # see _features; of the portable kernel
+    feature: str = ""  # see _features; of the portable kernels
 
     @property
-    def row(self) -> Tile:
+    def row(self) -> Tile | BackwardTile:
         return rows_of(self.table)[self.index]
 
 
@@ -160,17 +161,20 @@ class Emulated:
         return row.prepare(problem, replace(plan(problem, ARCH), tile=row, listed=False, rescale=row.rescale))
 
     def kernel(self, launch: Any, arguments: tuple[Any, ...]) -> Any:
+        """The binary of a forward for these arguments."""
+        return self.build(launch.kernel, arguments, launch.options)
+
+    def build(self, kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """The binary for these arguments. Lengths are not specialised; strides are, by 1 and by multiples of 16."""
         from triton import knobs
 
         from lazymax.compiling import compiling_for
 
-        key = (launch.kernel.__name__, repr(launch.config), launch.options["num_warps"], *_specialised(arguments))
+        key = (kernel.__name__, options["num_warps"], *_specialised(arguments))
         if key not in self.built:
-            with compiling_for(ARCH, launch.kernel):
+            with compiling_for(ARCH, kernel):
                 knobs.compilation.always_compile = "TRITON_CACHE_DIR" not in os.environ
-                on_meta = _on_meta(arguments)
-                self.built[key] = launch.kernel.warmup(*on_meta, grid=(1,), **launch.options)
+                self.built[key] = kernel.warmup(*_on_meta(arguments), grid=(1,), **options)
         return self.built[key]
 
     def run(self, launch: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, extras: Extras = NO_EXTRAS) -> Any:
@@ -187,41 +191,54 @@ class Emulated:
 
         from lazymax.backends.gfx1151 import fragments
         from lazymax.backends.gfx1151.launch import pieces
-        from lazymax.compiling import compiling_for
 
         made = aligned(fragments.empty_fragments(v).fill_(torch.nan))
         kernel = fragments.value_fragments
         for first, cols in pieces(v.shape[3]):
             arguments = fragments.arguments(v, made, first, cols)
-            with compiling_for(ARCH, kernel):
-                binary = kernel.warmup(*_on_meta(arguments), grid=(1,), num_warps=4)
-            execute(binary, fragments.grid(v), arguments)
+            execute(self.build(kernel, arguments, {"num_warps": 4}), fragments.grid(v), arguments)
         return made
 
     def judge(self, job: Job) -> dict[str, Any]:
-        """Run a job: the error budgets of output and LSE, as text and verdict."""
-        from simulators.gfx1151 import aligned
+        """Run a job: the error budgets of what it made, as text and verdict."""
+        from emulated_backward import run_backward
 
-        rules = dict(job.rules)
-        dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[job.dtype]
-        q, k, v = make_qkv(*job.shape, dtype=dtype, seed=sum(job.shape))
-        EDITS[job.data](q, k, v)
-        q, k, v = laid_out(q, job.layout, 1), laid_out(k, job.layout, 8), laid_out(v, job.layout, 8)
-        threshold = rules.pop("rescale_threshold", None)
-        parsed = parse_options(q, **rules, **_features(job.feature, q, k))
-        extras = NO_EXTRAS if parsed[0] is NO_EXTRAS else Extras(*(_aligned(t) for t in parsed[0]))
-        problem = Problem.from_tensors(q, k, v, extras, parsed[1], rescale_threshold=threshold, return_lse=True)
+        inputs, extras, problem = called(job)
         refused = job.row.refusal(problem, ARCH)
         if refused:
             return {"refused": refused}
+        run = run_backward if isinstance(job.row, BackwardTile) else Emulated.run_forward
+        executed, budgets = run(self, job, inputs, extras, problem)
+        return {"ok": all(b.ok for b in budgets), "why": "; ".join(map(str, budgets)), "executed": executed}
+
+    def run_forward(
+        self, job: Job, inputs: tuple[torch.Tensor, ...], extras: Extras, problem: Problem
+    ) -> tuple[int, list[Budget]]:
+        """(instructions, budgets) of output and LSE."""
+        from simulators.gfx1151 import aligned
+
+        assert isinstance(job.row, Tile)
         launch = self.prepare(problem, job.row)
-        q, k, v = (aligned(t) for t in (q, k, v))
-        out = aligned(laid_out(torch.full(q.shape, torch.nan, dtype=dtype), job.layout, 1))
+        q, k, v = inputs
+        out = aligned(laid_out(torch.full(q.shape, torch.nan, dtype=q.dtype), job.layout, 1))
         lse = aligned(torch.full(q.shape[:3], torch.nan))
         given = self.fragments(v) if job.table == "FRAGMENTS" else v
         result = self.run(launch, q, k, given, out, lse, extras)
-        budgets = check_attention(out, lse, q, k, v, problem, extras)
-        return {"ok": all(b.ok for b in budgets), "why": "; ".join(map(str, budgets)), "executed": result.executed}
+        return result.executed, check_attention(out, lse, q, k, v, problem, extras)
+
+
+def called(job: Job) -> tuple[tuple[torch.Tensor, ...], Extras, Problem]:
+    """What a job calls with: q, k, v, the extras, and the problem that they make."""
+    rules = dict(job.rules)
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[job.dtype]
+    q, k, v = make_qkv(*job.shape, dtype=dtype, seed=sum(job.shape))
+    EDITS[job.data](q, k, v)
+    q, k, v = laid_out(q, job.layout, 1), laid_out(k, job.layout, 8), laid_out(v, job.layout, 8)
+    threshold = rules.pop("rescale_threshold", None)
+    parsed = parse_options(q, **rules, **_features(job.feature, q, k))
+    extras = NO_EXTRAS if parsed[0] is NO_EXTRAS else Extras(*(_aligned(t) for t in parsed[0]))
+    problem = Problem.from_tensors(q, k, v, extras, parsed[1], rescale_threshold=threshold, return_lse=True)
+    return tuple(_aligned(t) for t in (q, k, v)), extras, problem
 
 
 def _aligned(value: Any) -> Any:
@@ -246,8 +263,8 @@ def _specialised(arguments: tuple[Any, ...]) -> Iterator[Any]:
             yield value.dtype
         elif isinstance(value, int):
             yield value == 1, value % 16 == 0
-        else:
-            yield value is None
+        elif not isinstance(value, float):
+            yield repr(value)  # of constants
 
 
 def _on_meta(arguments: Any) -> Any:

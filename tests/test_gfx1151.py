@@ -169,6 +169,59 @@ def job_of_portable(shape: tuple[int, ...], dtype: str) -> Job:
     return Job("portable", index, shape, dtype)
 
 
+# ---- the backward: every kernel of a call, the portable ones
+
+# By default, in one build, which test_gfx1151_price.py prices too: tiles with and without a mask, tails of keys and of
+# dQ's queries; rows without keys.
+OF_BACKWARD: tuple[Call, ...] = (
+    ((1, 2, 1, 80, 100), CAUSAL, "normal", "bhsd"),
+    ((1, 2, 1, 80, 48), CAUSAL, "normal", "bhsd"),
+)
+MORE_OF_BACKWARD: tuple[Call, ...] = (
+    ((1, 2, 1, 70, 100), CAUSAL, "normal", "bhsd"),
+    ((1, 2, 1, 70, 100), {}, "normal", "padded"),
+    ((2, 4, 2, 45, 90), {"window": (20, 5), "window_align": "bottom_right", "scale": -0.2}, "rising", "bshd"),
+    ((1, 3, 1, 70, 33), {"causal": "top_left"}, "large", "bhsd"),
+    ((1, 2, 2, 1, 1), CAUSAL, "normal", "bhsd"),
+    # Computed again, carefully:
+    ((1, 2, 1, 37, 60), CAUSAL, "huge", "bhsd"),
+    ((1, 2, 1, 37, 60), CAUSAL, "hidden", "bhsd"),
+    ((1, 2, 1, 37, 60), CAUSAL, "visible", "bhsd"),
+)
+HALF_OF_BACKWARD = list(enumerate(((64, 40), (128, 96), (256, 192))))
+
+
+@pytest.mark.parametrize("index, dim", [(0, 64), (1, 128)])
+def test_the_backward(index: int, dim: int, worker: Worker) -> None:
+    check(worker, jobs("BACKWARD", index, OF_BACKWARD, dim, "bf16" if FLOOR else "fp16"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("index, dims", HALF_OF_BACKWARD)
+def test_sweep_of_the_backward(index: int, dims: tuple[int, ...], dtype: str, worker: Worker) -> None:
+    """Full tiles, then columns to spare or a second piece."""
+    check(worker, jobs("BACKWARD", index, OF_BACKWARD + MORE_OF_BACKWARD, dims[0], dtype))
+    check(worker, jobs("BACKWARD", index, MORE_OF_BACKWARD[:3], dims[1], dtype))
+
+
+@pytest.mark.slow
+def test_the_backward_of_others(worker: Worker) -> None:
+    """fp32; D_v other than D."""
+    check(worker, jobs("BACKWARD", 3, MORE_OF_BACKWARD[:2], 64, "fp32"))
+    check(worker, [Job("BACKWARD", 1, (1, 2, 1, 70, 100, 96, 64), "bf16", CAUSAL)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("feature", FEATURES)
+def test_features_of_the_backward(feature: str, worker: Worker) -> None:
+    shape = (1 if feature == "packed" else 2, 4, 2, 70, 90, 64)
+    check(worker, [Job("BACKWARD", 0, shape, "bf16", CAUSAL, feature=feature)])
+
+
+# ---- the seed
+
+
 @pytest.mark.parametrize("dtype", ["fp16", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("table, index", [("singlewave", 0), pytest.param("pipelined", 1, marks=my_turn(1))])
 def test_the_seed(table: str, index: int, dtype: str, worker: Worker) -> None:

@@ -199,6 +199,10 @@ SINGLES = (
         lambda: np.float32(1) - F16[0, :, 1].astype(np.float32) * F16[1].view(np.float32)[:, 0],
     ),
     Single(
+        "f16 and a constant mixed", "v_fma_mix_f32 v4, -v0, 1.0, v1 op_sel:[1,0,0] op_sel_hi:[1,1,1]", F16,
+        lambda: F16[1, :, 0].astype(np.float32) - F16[0, :, 1].astype(np.float32),
+    ),
+    Single(
         "bytes", "v_perm_b32 v4, v0, v1, v2", np.stack([U32[0], U32[1], SELECT, SELECT]),
         lambda: perm_bytes(U32[0], U32[1], SELECT),
     ),
@@ -451,6 +455,11 @@ def test_the_price_of_an_iteration() -> None:
     assert (price.cache_lines, price.barriers, price.scratch) == (1, 1, 0)
     assert math.isclose(price.cycles, 2 * 36.15 + 4 + 2 * 1.31)
     assert math.isclose(price.floor_tflops, 43.51 * 72.3 / price.cycles)
+
+
+def test_a_wait_on_the_vector_unit_issues_and_does_nothing() -> None:
+    found = run_text("v_nop\n v_mov_b32_e32 v0, 1")
+    assert found.result.by_class["valu"] == 2 and (found.vgprs[0, 0] == 1).all()
 
 
 def test_a_price_needs_two_runs_that_differ() -> None:

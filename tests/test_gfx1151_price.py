@@ -7,18 +7,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import gfx1151_backward_static as backward
 import pytest
 from gfx1151_static import FILE, entries
 from price_table import recorded
 from simulators.gfx1151 import EmulatorUnavailable
 from simulators.gfx1151.build import interpreter
+from turns import FLOOR
 
 TESTS = Path(__file__).parent
 DEARER = 1.01  # than the table
 
 PRICES = """
-import json, sys
-from gfx1151_static import Pricing, entries
+import importlib, json, sys
+module = importlib.import_module(sys.argv[2])
+Pricing, entries = module.Pricing, module.entries
 
 pricing = Pricing()
 wanted = {tuple(key) for key in json.loads(sys.argv[1])}
@@ -37,7 +40,7 @@ ASKED: dict[tuple[str, str, str, str], tuple[float, float]] = {
 SEED = {("singlewave", "16x16-w1", "128", "fp16"), ("pipelined", "16x16-w1-pipelined", "128", "fp16")}
 
 
-def prices(wanted: set[tuple[str, ...]], builds: Path) -> list[dict[str, Any]]:
+def prices(wanted: set[tuple[str, ...]], builds: Path, module: str = "gfx1151_static") -> list[dict[str, Any]]:
     """builds: most of what is priced is what test_gfx1151.py runs."""
     try:
         interpreter()
@@ -46,15 +49,15 @@ def prices(wanted: set[tuple[str, ...]], builds: Path) -> list[dict[str, Any]]:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = os.pathsep.join((str(TESTS.parent / "src"), str(TESTS)))
     env["TRITON_CACHE_DIR"] = str(builds)
-    command = [sys.executable, "-W", "ignore", "-c", PRICES, json.dumps(sorted(wanted))]
+    command = [sys.executable, "-W", "ignore", "-c", PRICES, json.dumps(sorted(wanted)), module]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
 
-def beside_the_table(lines: list[dict[str, Any]]) -> list[str]:
+def beside_the_table(lines: list[dict[str, Any]], file: Path = FILE) -> list[str]:
     known = {
-        (line["triton"], line["table"], line["row"], line["head_dim"], line["dtype"]): line for line in recorded(FILE)
+        (line["triton"], line["table"], line["row"], line["head_dim"], line["dtype"]): line for line in recorded(file)
     }
     wrong = []
     for line in lines:
@@ -62,7 +65,7 @@ def beside_the_table(lines: list[dict[str, Any]]) -> list[str]:
         before = known.get(key)
         if before is None:
             if key[0] in {triton for triton, *_ in known}:
-                wrong.append(f"{key}: not in the table; python tests/gfx1151_static.py --write")
+                wrong.append(f"{key}: not in {file.name}; python tests/{file.stem.replace('-', '_')}.py --write")
             continue
         for what in ("cycles_per_unit", "global_loads_per_64_wmma", "lds_cycles_per_64_wmma"):
             if line[what] > DEARER * float(before[what]):
@@ -103,4 +106,35 @@ def test_the_comparison_can_fail() -> None:
     for name in numbers:
         assert name in beside_the_table([same | {name: 1.02 * numbers[name] + 0.1}])[0]
     assert "spills" in beside_the_table([same | {"spilled_vgprs": same["spilled_vgprs"] + 1}])[0]
-    assert "not in the table" in beside_the_table([same | {"row": "7x7"}])[0]
+    assert "not in gfx1151-static.csv; python tests/gfx1151_static.py" in beside_the_table([same | {"row": "7x7"}])[0]
+
+
+# ---- the backward
+
+
+def beside_the_backward(lines: list[dict[str, Any]]) -> list[str]:
+    assert all(line["wmma_share"] > 0.3 for line in lines)  # a loop of products was found
+    return beside_the_table(lines, backward.FILE)
+
+
+def test_the_backward(builds: Path) -> None:
+    """What test_gfx1151.py has built by default."""
+    dtype = "bf16" if FLOOR else "fp16"
+    wanted = {entry.key for entry in backward.entries() if (entry.dim, entry.dtype) in ((64, dtype), (128, dtype))}
+    lines = prices(wanted, builds, "gfx1151_backward_static")
+    assert len(lines) == len(wanted) == 4
+    assert beside_the_backward(lines) == []
+
+
+@pytest.mark.slow
+def test_every_row_of_the_backward(builds: Path) -> None:
+    lines = prices(set(), builds, "gfx1151_backward_static")
+    assert len(lines) == 16
+    assert beside_the_backward(lines) == []
+
+
+def test_the_price_of_the_backward() -> None:
+    """The arithmetic: two kernels at the full speed of the matrix unit do seven products for five."""
+    full = [{"table": kernel, "head_dim": 128, "dtype": "bf16", "cycles_per_unit": 36.15 * n * 128}
+            for kernel, n in backward.PRODUCTS.items()]  # fmt: skip
+    assert backward.floor_of_both(full, 128, "bf16") == pytest.approx(43.51 * 5 / 7)

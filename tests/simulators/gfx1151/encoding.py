@@ -9,14 +9,14 @@ from typing import Any
 from .build import CODE_BASE, Dpp, Ins, operations
 from .encoding_memory import encode_lds, encode_memory
 from .errors import EmulationError
-from .operands import ABS32, HI, NEG32, Builder
+from .operands import ABS32, HI, IMMEDIATE, NEG32, Builder
 from .parser import Instruction, Listing
 from .permutations import DPP_KEYS, dpp_table
 
 # Waits, hints and modes, which change no result here.
 IGNORED = re.compile(
     r"s_(waitcnt\w*|delay_alu|nop|clause|sendmsg|set_inst_prefetch_distance|setprio|sleep|code_end|inst_prefetch|"
-    r"dcache_inv|icache_inv|gl1_inv|round_mode|denorm_mode|ttracedata\w*|setreg\w*)$|buffer_gl[01]_inv$"
+    r"dcache_inv|icache_inv|gl1_inv|round_mode|denorm_mode|ttracedata\w*|setreg\w*)$|v_nop$|buffer_gl[01]_inv$"
 )
 BRANCHES = ("scc0", "scc1", "vccz", "vccnz", "execz", "execnz")
 COMPARISONS = {  # truth table: less 1, equal 2, greater 4, unordered 8
@@ -134,9 +134,12 @@ def _encode_select(b: Builder) -> Ins:
 
 
 def _encode_mixed(b: Builder) -> Ins:
-    """The sources' signs are written on the operands, but mean what neg_lo and neg_hi mean."""
+    """The sources' signs are written on the operands, but mean what neg_lo and neg_hi mean. A constant is of f16 where
+    its source is: LLVM writes x - x as -x * 1.0 + x, all three of f16."""
     b.put_all("dabc")
-    for k, name in enumerate("abc"):
+    for k, (name, token) in enumerate(zip("abc", b.operands[1:], strict=True)):
+        if b.ins.opsel_hi >> k & 1 and b.field(name).code == IMMEDIATE:
+            b.put(name, token, "f16")
         operand = b.field(name)
         b.ins.neg_lo |= bool(operand.mods & NEG32) << k
         b.ins.neg_hi |= bool(operand.mods & ABS32) << k

@@ -13,10 +13,11 @@ from typing import Any
 from .. import HALF, Backend, BackwardTile, Half, Tile, When
 from .rows import SinglewaveTile, WmmaTile
 
-COMPILED_BACKWARD = "compiled only, not run; 2026-11-30, Triton 3.6.0 and 3.9.0"
 EMULATED = "emulated, not run on hardware"
 PRICED = "emulated and priced 2026-11-29 with Triton 3.6.0 and 3.9.0"
 EXECUTED = "executed in the emulator at one shape, 2026-11-29, Triton 3.6.0 and 3.9.0; not searched further"
+PRICED_BACKWARD = "emulated and priced 2026-11-30 with Triton 3.6.0 and 3.9.0"
+EXECUTED_BACKWARD = "executed in the emulator at two shapes, 2026-11-30, Triton 3.6.0 and 3.9.0; not priced"
 
 FP16, BF16 = ("float16",), ("bfloat16",)
 # Head dims between multiples of 16 cost as much as the next one.
@@ -76,34 +77,37 @@ FRAGMENTS = (
 
 BACKWARD = (
     BackwardTile(
-        keys=Half(block_m=16, block_n=64, num_warps=8, num_stages=1, reload=True),
+        keys=Half(block_m=16, block_n=64, num_warps=4, num_stages=1),
         queries=Half(block_m=64, block_n=16, num_warps=4, num_stages=1), when=When(max_head_dim=64, dtypes=HALF),
-        reason="no spills on Triton 3.6 and 3.9; dK and dV 20 with K and V in registers, dQ 83 with 32 keys (3.9)",
-        provenance=COMPILED_BACKWARD,
+        reason="floor of both kernels 21.1 and 22.6 TFLOP/s (bf16, Triton 3.6, 3.9): no wave repeats a product, no "
+        "scratch in the loops (18 spills beside them, 3.6); 8 waves spill nothing, repeat half of dK's: 15.2, 16.4",
+        provenance=PRICED_BACKWARD,
     ),
     BackwardTile(
-        keys=Half(block_m=16, block_n=32, num_warps=8, num_stages=1, reload=True),
-        queries=Half(block_m=32, block_n=16, num_warps=8, num_stages=1), when=When(max_head_dim=128, dtypes=HALF),
-        reason="31 and 28 spills of dK and dV (Triton 3.6, 3.9), 195 with K and V in registers; dQ 0 and 102",
-        provenance=COMPILED_BACKWARD,
+        keys=Half(block_m=16, block_n=64, num_warps=8, num_stages=1),
+        queries=Half(block_m=64, block_n=16, num_warps=4, num_stages=1), when=When(max_head_dim=128, dtypes=HALF),
+        reason="floor of both kernels 18.2 and 19.4 TFLOP/s (bf16), for 24 products 32 scratch accesses of dK and dV, "
+        "8 to 12 of dQ; rows that spill less repeat products up to three times: 8.6, 9.0",
+        provenance=PRICED_BACKWARD,
     ),
     BackwardTile(
         keys=Half(block_m=16, block_n=16, num_warps=8, num_stages=1, reload=True),
         queries=Half(block_m=32, block_n=16, num_warps=8, num_stages=1), when=When(dtypes=HALF),
         reason="head dim 256: the least of what spills",
-        provenance=COMPILED_BACKWARD,
+        provenance=PRICED_BACKWARD,
     ),
     BackwardTile(
         keys=Half(block_m=16, block_n=16, num_warps=4, num_stages=1),
         queries=Half(block_m=16, block_n=16, num_warps=4, num_stages=1),
         reason="fp32 products run on the vector unit, operands in registers",
-        provenance=COMPILED_BACKWARD,
+        provenance=EXECUTED_BACKWARD,
     ),
 )  # fmt: skip
 
 BACKEND = Backend(
     archs=("gfx1151",),
     level=EMULATED,
+    backward_level=EMULATED,
     alternatives=ALTERNATIVES,
     forward=(
         *WMMA,
