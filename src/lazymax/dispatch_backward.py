@@ -51,7 +51,7 @@ def backward_refusal(problem: Problem, arch: Arch) -> str | None:
     for name, dim in (("q and k", problem.head_dim), ("v", problem.v_head_dim)):
         if dim > MAX_BACKWARD_HEAD_DIM:
             return f"head dim of {name}: the kernels take 1 to {MAX_BACKWARD_HEAD_DIM}, got {dim}"
-    if problem.score_mod and mods.get("score_mod", problem.score_mod).derivative is None:
+    if problem.score_mod and not mods.has_derivative(problem.score_mod):
         return f"score_mod {problem.score_mod!r} is differentiated by torch: it was registered without derivative="
     if problem.batch > MAX_BATCH and not problem.packed:
         return f"takes {MAX_BATCH} batch elements at most, got {problem.batch}"

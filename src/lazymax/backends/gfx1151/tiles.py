@@ -17,7 +17,7 @@ EMULATED = "emulated, not run on hardware"
 PRICED = "emulated and priced 2026-11-29 with Triton 3.6.0 and 3.9.0"
 EXECUTED = "executed in the emulator at one shape, 2026-11-29, Triton 3.6.0 and 3.9.0; not searched further"
 PRICED_BACKWARD = "emulated and priced 2026-11-30 with Triton 3.6.0 and 3.9.0"
-EXECUTED_BACKWARD = "executed in the emulator at two shapes, 2026-11-30, Triton 3.6.0 and 3.9.0; not priced"
+EXECUTED_BACKWARD = "executed in the emulator at one shape, 2026-11-30, Triton 3.6.0; not priced"
 
 FP16, BF16 = ("float16",), ("bfloat16",)
 # Head dims between multiples of 16 cost as much as the next one.
