@@ -59,6 +59,12 @@ def get(kind: str, name: str) -> Mod:
     return found
 
 
+def has_derivative(name: str) -> bool:
+    """Whether a score_mod of that name is registered, with its derivative."""
+    found = _registered.get(("score_mod", name))
+    return found is not None and found.derivative is not None
+
+
 def _register(kind: str, name: str, function: Any, reference: Callable[..., Any] | None, derivative: Any = None) -> Any:
     if not isinstance(name, str):
         raise TypeError(f"register_{kind}: got name {name!r}, expected a string")
