@@ -100,6 +100,16 @@ def test_memory_is_of_forward_and_backward() -> None:
         backward_of(without_gradient, torch.ones_like(q))(SQUARE, problem, q, k, v)
 
 
+@pytest.mark.gpu
+def test_graphs_on_a_gpu(device: str) -> None:
+    if device != "cuda":
+        pytest.skip("needs a GPU: CUDA graphs")
+    clock = clock_for(torch.device(device), graphs=True)
+    everyone = candidates("sdpa") | {"wrong": scaled(1.1)}
+    found = measure_backward(SQUARE, torch.bfloat16, everyone, clock, rounds=2, window_ms=1)
+    assert [row.status for row in found] == [OK, OK, WRONG]
+
+
 @pytest.mark.parametrize(("make", "status"), [(scaled(1.1), WRONG), (without_gradient, FAILED)])
 def test_a_fault_of_lazymax_fails_the_command(monkeypatch: Any, capsys: Any, make: Any, status: str) -> None:
     monkeypatch.setattr(command, "candidates", lambda against, impl: {LAZYMAX: make})

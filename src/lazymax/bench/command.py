@@ -140,7 +140,7 @@ def _check_graphs(options: argparse.Namespace, device: torch.device) -> None:
 
 
 def _check_backward(options: argparse.Namespace) -> None:
-    others = _other_work(options) + ["--graphs"] * options.graphs + [f"--rows {options.rows}"] * bool(options.rows)
+    others = _other_work(options) + [f"--rows {options.rows}"] * bool(options.rows)
     if options.backward and others:
         raise ValueError(f"--backward: got {others[0]}; it goes with --shape and suites of shapes alone")
     if options.backward and f"{LAZYMAX}:graph" in (options.against or ""):

@@ -23,7 +23,7 @@ from ..problem import Problem
 from ..testing import check_gradients
 from .cases import Case
 from .check import OK, SCORES_FP32, SCORES_FP64, WRONG, Verdict
-from .clock import Clock
+from .clock import Clock, GraphClock
 from .measure import Examined, Row, examine, measure
 from .peers import LAZYMAX, LeftOut, Make, Ready
 
@@ -52,20 +52,25 @@ def checked(
     size = (*q.shape[:3], v.shape[3])
     grad_out = torch.randn(size, generator=generator, device=clock.device, dtype=torch.float32).to(dtype)
     oracle = Oracle(problem, q, k, v, grad_out)
-    makes = {name: partial(backward_of(make, grad_out), case, problem, q, k, v) for name, make in candidates.items()}
+    # autograd runs a backward on the stream of its forward: a graph is captured on that one.
+    stream = None
+    if isinstance(clock, GraphClock):
+        stream = torch.cuda.Stream(clock.device)  # type: ignore[no-untyped-call]
+    made = {name: backward_of(make, grad_out, stream) for name, make in candidates.items()}
+    makes = {name: partial(make, case, problem, q, k, v) for name, make in made.items()}
     arch = arches.of(clock.device)
     chosen = plan_backward(problem, arch, plan(problem, arch, impl)).describe()
     return problem, examine(makes, oracle, clock), {LAZYMAX: chosen}
 
 
-def backward_of(make: Make, grad_out: torch.Tensor) -> Make:
-    """The backward of a candidate. Raises LeftOut if it has none."""
+def backward_of(make: Make, grad_out: torch.Tensor, stream: "torch.cuda.Stream | None" = None) -> Make:
+    """The backward of a candidate, of a forward on the stream. Raises LeftOut if it has none."""
 
     def made(case: Case, problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Ready:
         leaves = [t.detach().requires_grad_() for t in (q, k, v)]
         forward = make(case, problem, *leaves)
         # A compiled backward would reuse what the graph keeps for the next run.
-        with forward.context(), functorch_config.patch(donated_buffer=False):
+        with torch.cuda.stream(stream), forward.context(), functorch_config.patch(donated_buffer=False):
             out = forward.run()
             if not out.requires_grad:
                 raise LeftOut("its output has no gradient")
@@ -79,7 +84,9 @@ def backward_of(make: Make, grad_out: torch.Tensor) -> Make:
                 return (again.detach(), *torch.autograd.grad(again, leaves, own))
 
             run()  # compiles what is compiled
-        return Ready(run, forward.context, whole)
+        if stream is not None:
+            torch.cuda.current_stream().wait_stream(stream)
+        return Ready(run, forward.context, whole, stream)
 
     return made
 

@@ -31,11 +31,12 @@ class LeftOut(Exception):
 class Ready:
     """A candidate prepared for one problem. `run` is what is timed: it returns the output, or the gradients; `context`
     is entered once around many runs, so that choosing torch's backend costs the peers no host time. `whole`: what
-    memory is measured of, if that is not a run."""
+    memory is measured of, if that is not a run. `stream`: on which to capture it, where that matters."""
 
     run: Callable[[], Any]
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     whole: Callable[[], Any] | None = None
+    stream: "torch.cuda.Stream | None" = None
 
 
 Make = Callable[[Case, Problem, torch.Tensor, torch.Tensor, torch.Tensor], Ready]
@@ -79,7 +80,7 @@ def captured(candidate: Ready) -> Ready:
     """The candidate, which has run once, as a CUDA graph, whose `run` returns the graph's own output. Raises
     RuntimeError where a call cannot be captured."""
     graph = torch.cuda.CUDAGraph()
-    with candidate.context(), torch.cuda.graph(graph):
+    with candidate.context(), torch.cuda.graph(graph, stream=candidate.stream):
         out = candidate.run()
 
     def run() -> Any:
