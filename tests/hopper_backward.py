@@ -37,9 +37,8 @@ def prepared(row: HopperBackwardTile, problem: Problem) -> HopperBackwardLaunch:
 
 
 def one_by_one(launch: HopperBackwardLaunch) -> HopperBackwardLaunch:
-    """Heads one after the other, so that in small problems too sums are cleared ahead, if ever."""
-    if launch.config.CLEARS.value:
-        launch.together, launch.lead = 1, launch.blocks
+    """Heads one after the other, so that in small problems too CTAs finish sums of others and few sums are in use."""
+    launch.arrange(1, 0)
     return launch
 
 
@@ -71,9 +70,18 @@ def prepare(
     work.stats[0, ..., :q_len] = torch.where(empty, torch.inf, lse * LOG2E)
     delta = (out.float() * d_out.float()).sum(-1) - (0.0 if d_lse is None else d_lse)
     work.stats[1, ..., :q_len] = torch.where(empty, 0.0, delta)
-    work.ready.zero_()
-    work.sums.fill_(torch.nan)
-    work.sums.flatten(0, 1)[: launch.lead // launch.blocks * launch.problem.group] = 0.0
+    for t in (work.counts, work.odd, work.sums):
+        t.zero_()
+
+
+def finished(launch: HopperBackwardLaunch, work: Any, dq: torch.Tensor) -> torch.Tensor:
+    """dQ of all heads, what `finish_queries` does for those that are left."""
+    p = launch.problem
+    heads = p.batch * p.kv_heads
+    done = dq.reshape(heads, p.group, p.q_len, p.head_dim).clone()
+    left = torch.arange(launch.finished * launch.together, heads)
+    done[left] = (rows_of(work.sums)[left % launch.sums, :, : p.q_len, : p.head_dim] * p.scale).to(dq.dtype)
+    return done.view_as(dq)
 
 
 SQUARE = (8, 4, 8, 4, 2, 2)  # 8 columns, warp, row of 8, pair of columns, which 8 of 16 rows, column of the pair
@@ -81,7 +89,7 @@ TO_ROWS = (0, 1, 2, 5, 8, 6, 3, 4, 7, 9)  # of (batch, head, tile, square, *SQUA
 
 
 def rows_of(sums: torch.Tensor) -> torch.Tensor:
-    """(B, Hq, rows, columns) of a sum in the order of `kernels/sums.py`."""
+    """(heads, group, rows, columns) of a sum in the order of `kernels/sums.py`."""
     batch, heads, length, cols = sums.shape
     x = sums.reshape(batch, heads, length // 64, cols // 64, *SQUARE).permute(TO_ROWS)
     return x.reshape(batch, heads, length, cols)

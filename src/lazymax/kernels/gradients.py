@@ -79,8 +79,8 @@ def prepare(out, d_out, lse, d_lse, stats, sums, n_rows, n_stored, n_cleared, RO
     out, d_out: `memory.View`. lse, d_lse (or None): fp32, (batch, heads, n_rows), contiguous. A row without keys gets
     the rest inf and the delta 0, whatever the gradients hold there; so do the rows from n_rows to n_stored. An LSE for
     which the fused exponent is too coarse gets the rest NaN: that shows in the gradients of a tile, which is then
-    computed again (backward.py). sums: None, or a fp32 tensor (batch, heads, n_stored, SUM_COLS), of whose heads the
-    first n_cleared are filled with 0, and an int32 tensor (batch, heads), filled with 0.
+    computed again (backward.py). sums: None, or a fp32 tensor of n_cleared heads of (n_stored, SUM_COLS), an int32
+    tensor (batch, heads, 2) and an int8 tensor (batch, heads, n_stored / 64), to be filled with 0.
     """
     head = tl.program_id(0)
     first = tl.program_id(1) * ROWS
@@ -111,7 +111,9 @@ def prepare(out, d_out, lse, d_lse, stats, sums, n_rows, n_stored, n_cleared, RO
             place = (tl.cast(at, tl.int64) * n_stored + first) * SUM_COLS + tl.arange(0, ROWS * SUM_COLS)
             tl.store(sums[0] + place, tl.zeros([ROWS * SUM_COLS], tl.float32))
         if first == 0:
-            tl.store(sums[1] + at, 0)
+            tl.store(sums[1] + 2 * at + tl.arange(0, 2), tl.zeros([2], tl.int32))
+        if first % 64 == 0:
+            tl.store(sums[2] + at * (n_stored // 64) + first // 64, tl.full([], 0, tl.int8))
 
 
 @triton.jit

@@ -17,7 +17,8 @@ def described(
     CTA of a pair has half."""
     strides = [step if size > 1 else 64 for size, step in zip(shape[:-1], steps, strict=True)]
     pair = {} if halved is None else {"cga_layout": [[int(dim == halved) for dim in range(len(shape))]]}
-    layout = gl.NVMMASharedLayout(min(128, 2 * box[-1]), 16, rank=len(shape), **pair)
+    swizzle = min(128, 2 * box[-1]) if box[-1] > 8 else 0
+    layout = gl.NVMMASharedLayout(swizzle, 16, rank=len(shape), **pair)
     return TensorDescriptor(t, list(shape), [*strides, 1], list(box), layout)
 
 

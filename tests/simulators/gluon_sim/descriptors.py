@@ -58,7 +58,7 @@ class TensorDesc:
         addr, mask = self.addresses(coords)
         out = np.full(self.box, self.fill, self.dt.compute)
         if mask.any():
-            out[mask] = th.cta.gmem.load(addr[mask], self.dt, th.cta.asynchronous, what)
+            out[mask] = th.cta.gmem.load(addr[mask], self.dt, th.cta.loading, what)
         return out
 
     def store(self, th: Thread, coords: tuple[int, ...], value: Any, what: str) -> None:

@@ -192,10 +192,11 @@ class Cta:
         self.spaces: list[Space] = first.spaces if first else []  # of the pair
         self.spaces += [self.smem, self.tmem]
         self.ends: dict[NamedBarrier, Event] = first.ends if first else {}  # of the last use of each, of the pair
-        # of global memory, see ordering.py: who a bit is, what a bit comes after, whose is all that is asynchronous
+        # of global memory, see ordering.py: who a bit is, what a bit comes after, whose is all that is asynchronous,
+        # and of that whose are TMA loads
         self.actors: dict[int, Actor] = first.actors if first else {}
         self.clocks: dict[int, Clock] = first.clocks if first else {}
-        self.asynchronous = gmem.actor(self.linear, False)
+        self.asynchronous, self.loading = (gmem.actor(self.linear, False) for _ in range(2))
         self.pace = 1.0  # how much more often it goes on than others that are resident
         self.cluster: NamedBarrier = first.cluster if first else NamedBarrier(self, "cluster barrier")
         self.barriers: dict[int, MBarrier] = {}
@@ -228,6 +229,11 @@ class Cta:
             clock = self.actors[have].all_warps() if have in self.actors else self.clocks.get(have)
             if clock:
                 join(self.clocks.setdefault(give, {}), clock)
+
+    def loaded(self, bit: int) -> None:
+        """A TMA load is complete, and `bit` comes after it."""
+        if self.gmem.races:
+            join(self.clocks.setdefault(bit, {}), self.loading.all_warps())
 
     def seen_by(self, bit: int) -> list[Event]:
         return [event for event in self._events() if event.vis & bit]

@@ -30,7 +30,7 @@ class Instr:
     label: str | None = None
 
 
-EFFECTS = ("bar", "barrier", "red", "ld", "st")
+EFFECTS = ("bar", "barrier", "fence", "red", "ld", "st")
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,20 @@ class Barrier:
 
 
 @dataclass(frozen=True)
+class ProxyFence:
+    """fence.proxy.async of global memory: what the asynchronous proxy does there from now on comes after it."""
+
+
+@dataclass(frozen=True)
 class Access:
     """red.add of fp32, st or ld: each thread adds or writes a row of `values` from its address on, or the caller fills
-    the row."""
+    the row. An ld with `sem` is an atomic one."""
 
     op: str
     name: str
     addresses: npt.NDArray[np.int64]
     values: npt.NDArray[np.float32]
+    sem: str | None = None
 
 
 def _split_args(text: str) -> tuple[str, ...]:
@@ -129,7 +135,7 @@ _WIDTHS = {
 }
 ACCESSES = {
     "red": r"red\.(?:relaxed\.)?(?:(?:gpu|sys)\.)?global\.add\.(?:v[24]\.)?f32$",
-    "ld": r"ld\.(?:weak\.)?global\.(?:c[ags]\.)?(?:L1::\w+\.)?(?:v[24]\.)?[fbsu]32$",
+    "ld": r"ld\.(?:weak\.|(?P<sem>relaxed|acquire)\.gpu\.)?global\.(?:c[ags]\.)?(?:L1::\w+\.)?(?:v[24]\.)?[fbsu]32$",
     "st": r"st\.(?:weak\.)?global\.(?:(?:wb|cg|cs)\.)?(?:L1::\w+\.)?(?:v[24]\.)?[fbsu]32$",
 }  # by name; of loads and stores those that are plain ones
 _ROUND = {"rni": np.rint, "rmi": np.floor, "rpi": np.ceil, "rzi": np.trunc}
@@ -181,7 +187,7 @@ class Machine:
     def outputs(self) -> list[Bits]:
         return [self.regs[f"${k}"] for k in range(self.asm.n_outputs)]
 
-    def steps(self) -> Iterator[Barrier | Access]:
+    def steps(self) -> Iterator[Barrier | ProxyFence | Access]:
         """Runs the block and stops where the caller has to do something."""
         for ins in self.asm.instrs:
             if ins.op == "label":
@@ -200,6 +206,10 @@ class Machine:
                 self.execute(ins, active)
             elif active.any() and ins.op in ("bar", "barrier"):
                 yield self.barrier(ins, active)
+            elif active.any() and ins.op == "fence":
+                if ins.mods not in (("proxy", "async"), ("proxy", "async", "global")) or not active.all():
+                    raise Unsupported(f"inline assembly {'.'.join((ins.op, *ins.mods))}")
+                yield ProxyFence()
             elif active.any():
                 yield from self.access(ins, active)
 
@@ -226,7 +236,7 @@ class Machine:
         if ins.op == "ld":
             found = np.zeros((*self.shape, len(names)), np.float32)
             rows = found[active]
-            yield Access(ins.op, name, at[active].astype(np.int64), rows)
+            yield Access(ins.op, name, at[active].astype(np.int64), rows, known["sem"])
             found[active] = rows
             for k, n in enumerate(names):
                 self.put(n, bits_of(np.ascontiguousarray(found[..., k])), active)

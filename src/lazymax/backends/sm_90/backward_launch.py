@@ -37,13 +37,17 @@ from ...kernels.tma import describe, multiprocessors
 from ...problem import Problem
 from .backward_rows import KEYS, HopperBackwardTile
 from .kernels.backward import Config, attention_backward
-from .kernels.finish import BLOCKS, ROWS, finish_keys, finish_queries
+from .kernels.finish import BLOCKS, ROWS, TILES, finish_keys, finish_queries
 from .launch import USUAL
 
 if TYPE_CHECKING:
     from ...dispatch_backward import BackwardPlan
 
-WAVES = 2  # of CTAs at least, from one that clears a part to those that add to it
+# CTAs, as waves of them: from the end of a group of heads to the first one that finishes a part of their sums, and from
+# the last one that does to the first that adds to them again.
+TO_FINISH, TO_ADD = 1.5, 1.0
+SIDE = 64  # of a square of a sum
+MOST_TOGETHER = 16  # heads: more took 5% at S=1024
 FINISH_OPTIONS = launch_options(4, 1, None)
 
 
@@ -52,8 +56,9 @@ class _Work:
     """Tensors of one call between its kernels."""
 
     stats: torch.Tensor  # fp32, (PLANES, B, Hq, whole tiles of queries)
-    sums: torch.Tensor  # fp32, see kernels/sums.py
-    ready: torch.Tensor  # int32, for each head, how many parts of its sum have been cleared; as many as query heads
+    sums: torch.Tensor  # fp32, (heads with a sum, group, whole tiles of queries, width), see kernels/sums.py
+    counts: torch.Tensor  # int32, (B, Hq, 2), see `attention_backward`
+    odd: torch.Tensor  # int8, (B, Hq, tiles of 64 queries): 1 where dQ has NaN or inf
     found: torch.Tensor  # int8, see `finish_keys`
 
 
@@ -68,8 +73,10 @@ class HopperBackwardLaunch:
     width: int
     rows: int  # of a head, in whole tiles
     blocks: int  # of keys, of a head
-    together: int  # heads that are worked on side by side
-    lead: int  # CTAs, see `sums.clear`: a multiple of those of `together` heads
+    together: int  # heads that are worked on side by side, a group
+    lead: int  # how many CTAs later a part of a sum is finished
+    finished: int  # groups, from the first on, whose dQ later CTAs make; the rest is left to `finish_queries`
+    ring: int  # groups that have sums at a time
     strides: list[tuple[int, ...]] | None = None  # of the views of q, k, v, d_out, out, dq, dk and dv
     tiles: tuple[TensorDescriptor, ...] | None = None  # of the first call's tensors
     binaries: list[Callable[..., None] | None] | None = None
@@ -84,15 +91,14 @@ class HopperBackwardLaunch:
             HAS_FIRST=p.first_offset is not None,
             HAS_LAST=p.last_offset is not None,
             PIPELINED=tile.pipelined,
-            CLEARS=tile.clears,
+            FINISHES=tile.finishes,
             ROUNDED=tile.rounded,
             REGISTERS=tile.keys.max_registers or 240,
         )
         heads, blocks = p.batch * p.kv_heads, -(-p.kv_len // KEYS)
         banded = p.first_offset is not None or p.last_offset is not None
-        together = max(1, min(heads, ROWS_TOGETHER // (p.q_len * p.group))) if banded else 1
-        least = WAVES * multiprocessors(USUAL) if tile.clears else heads * blocks
-        return cls(
+        together = max(1, min(heads, MOST_TOGETHER, ROWS_TOGETHER // (p.q_len * p.group))) if banded else 1
+        made = cls(
             problem=p,
             config=constant(config),
             portable=BackwardLaunch.prepare(problem, plan),
@@ -102,16 +108,35 @@ class HopperBackwardLaunch:
             rows=-(-p.q_len // block_m) * block_m,
             blocks=blocks,
             together=together,
-            lead=-(-least // (together * blocks)) * together * blocks,
+            lead=0,
+            finished=0,
+            ring=heads,
         )
+        made.arrange(together, multiprocessors(USUAL))
+        return made
+
+    def arrange(self, together: int, side_by_side: int) -> None:
+        """Decide which sums CTAs finish, and how many there are at a time, where so many CTAs run side by side."""
+        heads, of_group = self.problem.batch * self.problem.kv_heads, together * self.blocks
+        self.together, self.lead, self.finished, self.ring = together, 0, 0, -(-heads // together)
+        if self.config.FINISHES.value:
+            self.lead = of_group + int(TO_FINISH * side_by_side)
+            self.finished = max(0, heads * self.blocks - self.lead) // of_group
+            self.ring = min(self.ring, -(-(of_group + self.lead + int(TO_ADD * side_by_side)) // of_group))
+
+    @property
+    def sums(self) -> int:
+        """How many key heads have a sum at a time."""
+        return min(self.problem.batch * self.problem.kv_heads, self.ring * self.together)
 
     def work(self, device: torch.device) -> _Work:
         p = self.problem
         stats = torch.empty(PLANES, p.batch, p.q_heads, self.rows, dtype=torch.float32, device=device)
-        sums = torch.empty(p.batch, p.q_heads, self.rows, self.width, dtype=torch.float32, device=device)
+        sums = torch.empty(self.sums, p.group, self.rows, self.width, dtype=torch.float32, device=device)
         found = torch.empty(p.batch, p.kv_heads, self.blocks, KEYS, dtype=torch.int8, device=device)
-        ready = torch.empty(p.batch, p.q_heads, dtype=torch.int32, device=device)
-        return _Work(stats, sums, ready, found)
+        counts = torch.empty(p.batch, p.q_heads, 2, dtype=torch.int32, device=device)
+        odd = torch.empty(p.batch, p.q_heads, self.rows // ROWS.value, dtype=torch.int8, device=device)
+        return _Work(stats, sums, counts, odd, found)
 
     def arguments(
         self, inputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], work: _Work
@@ -120,23 +145,27 @@ class HopperBackwardLaunch:
         p = self.problem
         block_m = self.config.BLOCK_M.value
         stats = work.stats.view(-1, block_m)
-        sources = (*inputs, stats, *grads[1:])
+        squares = work.sums.view(-1, SIDE)
+        sources = (*inputs, stats, *grads[1:], grads[0], squares)
         if self.tiles is None:
-            rows = (block_m, KEYS, KEYS, block_m, None, KEYS // 2, KEYS // 2)
+            rows = (block_m, KEYS, KEYS, block_m, KEYS // 2, KEYS // 2)
             layout = gl.NVMMASharedLayout(0, 32, rank=2)
-            self.tiles = tuple(
-                TensorDescriptor(t, list(t.shape), [block_m, 1], [1, block_m], layout)
-                if n is None
-                else describe(t, n, self.width)
-                for t, n in zip(sources, rows, strict=True)
+            of_heads = [describe(t, n, self.width) for t, n in zip((*inputs, *grads[1:]), rows, strict=True)]
+            self.tiles = (
+                *of_heads[:4],
+                TensorDescriptor(stats, list(stats.shape), [block_m, 1], [1, block_m], layout),
+                *of_heads[4:],
+                describe(grads[0], SIDE, 8),
+                TensorDescriptor(squares, list(squares.shape), [SIDE, 1], [SIDE, SIDE], layout),
             )
         tiles = [rebased(of, t) for of, t in zip(self.tiles, sources, strict=True)]
         heads = p.batch * p.kv_heads
         numbers = (
             p.scale * LOG2E, p.scale, p.q_len, p.kv_len, p.first_offset or 0, p.last_offset or 0, p.kv_heads, p.group,
-            self.blocks, heads, self.together, self.lead,
+            self.blocks, heads, self.together, self.lead, self.finished, self.ring,
         )  # fmt: skip
-        return (heads * self.blocks, 1, 1), (*tiles, work.sums, work.ready, work.found, *numbers, self.config)
+        to_add = (work.sums, work.counts, work.odd, work.found)
+        return (heads * self.blocks, 1, 1), (*tiles, *to_add, *numbers, self.config)
 
     def launches(
         self,
@@ -156,21 +185,23 @@ class HopperBackwardLaunch:
         views = [View(t, *steps) for t, steps in zip(tensors, self.strides, strict=True)]
         of_inputs, (of_out, dq, dk, dv) = backward.Inputs(*views[:4]), views[4:]
         stats = stats_of(work.stats)
-        cleared = min(p.batch * p.kv_heads, self.lead // self.blocks) * p.group
-        to_prepare = (of_out, of_inputs.d_out, lse, d_lse, stats, (work.sums, work.ready), p.q_len, self.rows, cleared,
+        to_clear = (work.sums, work.counts, work.odd)
+        to_prepare = (of_out, of_inputs.d_out, lse, d_lse, stats, to_clear, p.q_len, self.rows, self.sums * p.group,
                       *portable.prepared, constant(self.width))  # fmt: skip
         grid, main = self.arguments(inputs, grads, work)
         tiles = self.rows // ROWS.value
         modifiers = NO_MODIFIERS if extras is NO_EXTRAS else modifiers_of(p, extras)
         rest = (*portable.scalars, NO_LENGTHS, modifiers)
-        to_sum = (work.sums, tiles, p.q_heads, constant(self.width))
+        done = self.finished * self.together * p.group * tiles
+        left = p.batch * p.q_heads * tiles - done
+        to_sum = (work.sums, work.odd, done, left, tiles, p.q_heads, self.sums * p.group, constant(self.width))
         of_queries = (*to_sum, of_inputs, dq, stats, *rest, portable.queries.config)
         blocks = p.batch * p.kv_heads * self.blocks
         of_keys = (work.found, self.blocks, p.kv_heads, blocks, of_inputs, dk, dv, stats, *rest, portable.keys.config)
         return [
             (gradients.prepare, (p.q_heads, self.rows // PREPARED_ROWS, p.batch), to_prepare, PREPARE_OPTIONS),
             (attention_backward, grid, main, self.options),
-            (finish_queries, (tiles * p.q_heads, 1, p.batch), of_queries, FINISH_OPTIONS),
+            (finish_queries, (left + -(-done // TILES.value), 1, 1), of_queries, FINISH_OPTIONS),
             (finish_keys, (-(-blocks // BLOCKS.value), 1, 1), of_keys, FINISH_OPTIONS),
         ]
 

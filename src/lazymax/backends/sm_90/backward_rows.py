@@ -26,14 +26,14 @@ class HopperBackwardTile(BackwardTile):
     deterministic: bool = False
     width: int  # of the tiles of q, k, v and their gradients: 64 or 128; head dims above half of it up to it
     pipelined: bool = False  # the next tile's scores beside this one's dQ and dK
-    clears: bool = False  # a warp clears sums of dQ for later CTAs, in the place of a pass over memory before
+    finishes: bool = False  # a warp makes dQ of earlier CTAs' sums, in the place of passes over memory
     rounded: bool = False  # dS from P as dV takes it, rounded
 
     @property
     def name(self) -> str:
         words = [
             word
-            for word, on in (("pipelined", self.pipelined), ("clears", self.clears), ("rounded", self.rounded))
+            for word, on in (("pipelined", self.pipelined), ("finishes", self.finishes), ("rounded", self.rounded))
             if on
         ]
         return "-".join(("ws", f"{self.keys.block_m}x{KEYS}", f"s{self.keys.num_stages}", *words))
@@ -44,7 +44,7 @@ class HopperBackwardTile(BackwardTile):
             f"all gradients in one kernel: {self.keys.block_m} queries x {KEYS} keys, two consumer warpgroups and a "
             f"producer warp, {self.keys.num_stages} slots of Q"
             f"{', scores of the next tile beside dQ and dK' if self.pipelined else ''}; dQ summed in memory by atomics"
-            f"{', in sums that earlier CTAs clear' if self.clears else ''}"
+            f"{', finished by later CTAs' if self.finishes else ''}"
         )
 
     def prepare(self, problem: Problem, plan: "BackwardPlan") -> Any:

@@ -52,7 +52,7 @@ BACKWARD = (
         width=64,
         keys=Half(block_m=128, block_n=128, num_warps=4, num_stages=2),
         pipelined=True,
-        clears=True,
+        finishes=True,
         rounded=True,
         when=When(min_programs=0.5),
         reason="tiles of 128 queries, so that each consumer has 64 rows of dQ; exponentials of the next under dK; not "

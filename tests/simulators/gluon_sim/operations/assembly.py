@@ -18,9 +18,10 @@ from ..errors import BarrierError, SimError, Unsupported
 from ..interpreter import Env, Executable, pure
 from ..machine import Steps, Thread
 from ..mlir import Op, Type, walk
+from ..ordering import Order, join
 from ..registers import register_order
 from .common import Fn, slots
-from .global_memory import atomic
+from .global_memory import atomic, polling
 
 FADD = 5  # of tt.atomic_rmw
 
@@ -42,6 +43,11 @@ def _inline_asm(op: Op, exe: Executable) -> Fn:
         for effect in call.machine.steps():
             if isinstance(effect, ptx.Barrier):
                 yield from _named_barrier(effect, th, free)
+            elif isinstance(effect, ptx.ProxyFence):
+                for actor in (th.cta.asynchronous, th.cta.loading):
+                    join(actor.clock, th.actor.clock)
+            elif effect.sem:
+                yield from _polled(effect, op, th)
             else:
                 yield None
                 _access(effect, th)
@@ -88,6 +94,21 @@ def _access(given: ptx.Access, th: Thread) -> None:
         given.values[:] = gmem.load(addresses, f32, th.actor)
 
 
+def _polled(given: ptx.Access, op: Op, th: Thread) -> Steps:
+    """An atomic load, of all threads from the same place."""
+    i32, gmem = dtype("i32"), th.cta.gmem
+    address = np.unique(given.addresses)
+    if address.size > 1 or given.values.shape[1] > 1:
+        raise Unsupported(f"{given.name} from several places")
+
+    def load() -> None:
+        order = Order(acquire=given.sem == "acquire")
+        found = gmem.update(address, i32, th.actor, lambda old: None, order, given.name)
+        given.values[:] = found.astype(np.int32).view(np.float32)
+
+    yield from polling(op, th, address, i32, load)
+
+
 @dataclass(frozen=True)
 class _Call:
     """One execution of a block. `full`: the shape of its operands, `idx`: the elements of each thread."""
@@ -121,7 +142,7 @@ class _Block:
         if order is None or order.shape[2] % pack:
             if n % pack:
                 raise Unsupported(f"inline assembly with pack={pack} on {n} elements")
-            if pack > 2 or self.asm.has("red", "ld", "st"):
+            if pack > 2 or self.asm.has("red", "st") or (shape and self.asm.has("ld")):  # of a scalar all load the same
                 raise Unsupported(f"inline assembly with pack={pack} needs the register layout of {enc}")
             return np.arange(n).reshape(-1, pack)
         return order.reshape(order.shape[0], order.shape[1], -1, pack)

@@ -34,10 +34,14 @@ def _cp_async(op: Op, exe: Executable) -> Fn:
 
     def run(env: Env, th: Thread) -> None:
         view: View = env[res]
-        by = th.cta.asynchronous
         addr, m = env[src], env[mask] if mask is not None else None
         o = env[other] if other is not None else np.zeros((), dt.compute)
-        _async_copy(th, view, lambda: gather_global(th, by, addr, m, o, dt, view.offsets.shape), "async copy", op.loc)
+
+        def fetch() -> Any:
+            return gather_global(th, th.actor, addr, m, o, dt, view.offsets.shape)
+
+        fetch()  # from now on, and until it lands: what comes before is what the thread knows now
+        _async_copy(th, view, fetch, "async copy", op.loc)
         env[tok] = None
 
     return run

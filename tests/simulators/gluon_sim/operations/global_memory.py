@@ -123,7 +123,7 @@ def _order(op: Op) -> Order:
     return Order(sem in (2, 4), sem in (3, 4), op.int_attr("scope") != 2)
 
 
-def _polling(op: Op, th: Thread, addr: Any, dt: DType, run: Callable[[], None]) -> Steps:
+def polling(op: Op, th: Thread, addr: Any, dt: DType, run: Callable[[], None]) -> Steps:
     """Run an atomic. One that finds again what it found just before, and does not change it, waits for another value:
     that takes fewer steps than going round. Where nothing else can go on the scheduler has it look all the same."""
     yield None
@@ -156,7 +156,7 @@ def _atomic_rmw(op: Op, exe: Executable) -> Fn:
         def once() -> None:
             env[dst] = atomic(th.cta.gmem, th.actor, kind, env[s[0]], env[s[1]], mask, dt, order)
 
-        yield from _polling(op, th, env[s[0]] if lone else None, dt, once)
+        yield from polling(op, th, env[s[0]] if lone else None, dt, once)
 
     return run
 
@@ -180,6 +180,6 @@ def _atomic_cas(op: Op, exe: Executable) -> Fn:
                 out.ravel()[i] = th.cta.gmem.update(np.array([at]), dt, th.actor, change, order)[0]
             env[dst] = out.reshape(np.shape(env[p]))[()]
 
-        yield from _polling(op, th, addr if addr.size == 1 else None, dt, once)
+        yield from polling(op, th, addr if addr.size == 1 else None, dt, once)
 
     return run

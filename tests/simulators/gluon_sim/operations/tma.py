@@ -64,6 +64,7 @@ def _tma_load(op: Op, exe: Executable) -> Fn:
             view.space.write(view, value, part)
             if not parts:
                 complete(aop, bar.pend_bit)
+                th.cta.loaded(bar.pend_bit)
             bar.add_tx(-nbytes * (part.stop - part.start) // view.offsets.size)
             return not parts
 
@@ -95,6 +96,7 @@ def _tma_gather(op: Op, exe: Executable) -> Fn:
             data = np.concatenate([one.load(th, (r, col), what) for r in rows])
             view.space.write(view, data)
             complete(aop, bar.pend_bit)
+            th.cta.loaded(bar.pend_bit)
             bar.add_tx(-view.offsets.size * desc.dt.nbytes)
             return True
 

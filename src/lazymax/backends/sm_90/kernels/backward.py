@@ -39,7 +39,7 @@ class Config(NamedTuple):
     HAS_FIRST: Any  # the band has a left bound
     HAS_LAST: Any  # the band has a right bound
     PIPELINED: Any
-    CLEARS: Any  # a warp clears sums of dQ for later CTAs
+    FINISHES: Any  # a warp makes dQ of earlier CTAs' sums
     ROUNDED: Any  # dS from P as dV takes it, which then needs no other registers
     REGISTERS: Any  # of a thread of a consumer
 
@@ -54,8 +54,11 @@ class Call(NamedTuple):
     stats_tiles: Any
     dk_tiles: Any
     dv_tiles: Any
+    dq_tiles: Any
+    sum_tiles: Any
     d_queries: Any
-    ready: Any
+    counts: Any
+    odd: Any
     found: Any
     scale_log2: Any
     scale: Any
@@ -69,6 +72,8 @@ class Call(NamedTuple):
     n_heads: Any
     together: Any
     lead: Any
+    finished: Any
+    ring: Any
 
 
 class Shared(NamedTuple):
@@ -85,7 +90,7 @@ class Shared(NamedTuple):
     q_empty: Any
     g_full: Any
     g_empty: Any
-    cleared: Any  # the sum that the consumers add to; see CLEARS
+    of_sums: Any  # `sums.Shared`, or ()
 
 
 @gluon.jit
@@ -107,8 +112,6 @@ def _allocate(call, config):
     q_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], L)
     g_full = gl.allocate_shared_memory(gl.int64, [2, 1], L)
     g_empty = gl.allocate_shared_memory(gl.int64, [2, 1], L)
-    cleared = gl.allocate_shared_memory(gl.int64, [1], L)
-    mbarrier.init(cleared, count=1)
     for i in gl.static_range(2):
         mbarrier.init(keys_full.index(i), count=1)
         mbarrier.init(g_full.index(i), count=1)
@@ -116,8 +119,11 @@ def _allocate(call, config):
     for i in gl.static_range(SLOTS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=2)
+    of_sums = ()
+    if config.FINISHES:
+        of_sums = sums.allocate(call)
     fence_async_shared()
-    return Shared(q, g, k, v, ds, stats, keys_full, q_full, q_empty, g_full, g_empty, cleared)
+    return Shared(q, g, k, v, ds, stats, keys_full, q_full, q_empty, g_full, g_empty, of_sums)
 
 
 @gluon.jit
@@ -326,12 +332,14 @@ def _consume(shared, call, config, W: gl.constexpr):
     values = shared.v.reshape([KEYS, COLS]).slice(W * (KEYS // 2), KEYS // 2, 0)
     mbarrier.wait(shared.keys_full.index(0), 0)
     mbarrier.wait(shared.keys_full.index(1), 0)
-    if config.CLEARS:
-        mbarrier.wait(shared.cleared, 0)
+    if config.FINISHES:
+        mbarrier.wait(shared.of_sums.cleared, 0)
     if config.PIPELINED:
         dk, dv = _walk_pipelined(keys, values, shared, work, key, call, config, W)
     else:
         dk, dv = _walk(keys, values, shared, work, key, call, config, W)
+    if config.FINISHES:
+        mbarrier.arrive(shared.of_sums.added, count=1)
     assembly.meet()  # the other one has read dS too
     out = copies.view_as(shared.ds, DTYPE, [2, 1, 1, 64, COLS], call.dk_tiles.layout).index(W)
     out.reshape([64, COLS]).store(dv.to(DTYPE))
@@ -351,31 +359,34 @@ def _consume(shared, call, config, W: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["q_len", "kv_len", "first_offset", "last_offset", "kv_heads", "group", "n_blocks",
-                              "n_heads", "together", "lead"])
-def attention_backward(q_tiles, k_tiles, v_tiles, g_tiles, stats_tiles, dk_tiles, dv_tiles, d_queries, ready,
-                       found, scale_log2, scale, q_len, kv_len, first_offset, last_offset, kv_heads, group, n_blocks,
-                       n_heads, together, lead, config):
-    """dK and dV, and the sum that dQ is made of. Grid: (blocks of 128 keys * key heads * batch,), 4 warps and those of
-    the other roles.
+                              "n_heads", "together", "lead", "finished", "ring"])
+def attention_backward(q_tiles, k_tiles, v_tiles, g_tiles, stats_tiles, dk_tiles, dv_tiles, dq_tiles, sum_tiles,
+                       d_queries, counts, odd, found, scale_log2, scale, q_len, kv_len, first_offset,
+                       last_offset, kv_heads, group, n_blocks, n_heads, together, lead, finished, ring, config):
+    """dK and dV, and the sums that dQ is made of, or dQ. Grid: (blocks of 128 keys * key heads * batch,), 4 warps and
+    those of the other roles.
 
     q_tiles, ..., dv_tiles: descriptors of q, k, v, the gradient of out, and of dk and dv, with blocks of BLOCK_M rows
     (queries), 128 (keys) or 64 (dk, dv), WIDTH columns wide. stats_tiles: of the statistics that `gradients.prepare`
     makes, in rows of BLOCK_M: a plane of LSE in log2 units (inf where there is no query), then one of delta.
-    d_queries: fp32, 0 in the heads of the first `lead` CTAs (in all, unless CLEARS), see `sums.py`. ready: int32, 0,
-    one for each head. found: int8, for each key of each block: 1 if its dk or dv has NaN or inf.
+    dq_tiles: of dq, 64 x 8. sum_tiles: of d_queries in rows of 64 numbers, 64 of them. d_queries: fp32, 0, a ring of
+    sums (see `sums.py`): `ring` groups of `together` key heads have one each at a time, the groups behind have it after
+    them. counts: int32, 0, for each group how many CTAs have added to its sums, and how many parts of them have been
+    cleared. odd: int8, 0; 1 for tiles of 64 queries whose dq, where CTAs make it, has NaN or inf. found: int8, for each
+    key of each block: 1 if its dk or dv has.
     scale_log2: scale * log2(e), signed. scale: natural units. Query i sees the keys i + first_offset to i +
     last_offset, as far as the band has bounds. group: query heads per key head. n_heads: key heads of the batch.
-    together: of them, those whose CTAs run side by side. lead: a multiple of the CTAs of so many heads.
+    together: of them, those whose CTAs run side by side. lead: how many CTAs later one finishes the part of a CTA; more
+    than the CTAs of a group. finished: groups whose dQ is made here; the sums of the rest are left.
     """
-    call = Call(q_tiles, k_tiles, v_tiles, g_tiles, stats_tiles, dk_tiles, dv_tiles, d_queries, ready, found,
-                scale_log2, scale, q_len, kv_len, first_offset, last_offset, kv_heads, group, n_blocks, n_heads,
-                together, lead)
+    call = Call(q_tiles, k_tiles, v_tiles, g_tiles, stats_tiles, dk_tiles, dv_tiles, dq_tiles, sum_tiles,
+                d_queries, counts, odd, found, scale_log2, scale, q_len, kv_len, first_offset, last_offset, kv_heads,
+                group, n_blocks, n_heads, together, lead, finished, ring)
     shared = _allocate(call, config)
     R: gl.constexpr = config.REGISTERS
-    if config.CLEARS:
-        parts = sums.parts(call, config)
+    if config.FINISHES:
         gl.warp_specialize([(_consume, (shared, call, config, 0)), (_consume, (shared, call, config, 1)),
-                            (_produce, (shared, call, config)), (sums.clear, (shared.cleared, parts))],
+                            (_produce, (shared, call, config)), (sums.finish, (shared.of_sums, call, config))],
                            [4, 1, 1], [R, 24, 24])
     else:
         gl.warp_specialize([(_consume, (shared, call, config, 0)), (_consume, (shared, call, config, 1)),

@@ -56,8 +56,9 @@ def work(call, config):
 
 @gluon.jit
 def tiles_before(of, call, config):
-    """How many tiles of queries all heads before the first one of the group have."""
-    return (of.batch * call.kv_heads + of.kv_head) * call.group * gl.cdiv(call.q_len, config.BLOCK_M)
+    """How many tiles of queries lie before those of the group in the ring of sums."""
+    place = (of.batch * call.kv_heads + of.kv_head) % (call.ring * call.together)
+    return place * call.group * gl.cdiv(call.q_len, config.BLOCK_M)
 
 
 @gluon.jit

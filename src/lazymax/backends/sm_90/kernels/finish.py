@@ -7,6 +7,7 @@ from ....kernels import backward, backward_keys, bounds, gradients, memory, prod
 from .backward_bounds import KEYS
 
 ROWS = tl.constexpr(64)  # of a program of finish_queries
+TILES = tl.constexpr(32)  # of 64 queries, of a program of finish_queries that looks at what `sums.finish` found
 BLOCKS = tl.constexpr(32)  # of a program of finish_keys
 
 
@@ -19,29 +20,51 @@ def _load_sum(sums, tile, COLS: tl.constexpr):
     return x.permute(2, 5, 3, 0, 1, 4, 6).reshape([ROWS, COLS])
 
 
-@triton.jit(do_not_specialize=["n_tiles", "n_heads", "q_len", "kv_len", "first_offset", "last_offset"])
-def finish_queries(sums, n_tiles, n_heads, COLS: tl.constexpr, inputs, out, stats, scale_log2, scale, q_len, kv_len,
-                   first_offset, last_offset, lengths, modifiers, config):
-    """dQ of 64 queries of one head. Grid: (query heads * n_tiles, 1, batch). The last heads first: the L2 has their
-    sums still.
-
-    sums: (batch, n_heads, n_tiles, 64 * COLS) fp32. inputs: `backward.Inputs`. out: `memory.View` of dQ. The rest as in
-    `attention_backward_queries`.
-    """
-    batch = tl.num_programs(2) - 1 - tl.program_id(2)
-    index = tl.num_programs(0) - 1 - tl.program_id(0)
-    head, tile = index // n_tiles, index % n_tiles
-    dq = _load_sum(sums, (batch * n_heads + head) * n_tiles + tile, COLS)
+@triton.jit
+def _guard_queries(unit, n_tiles, n_heads, inputs, out, stats, scale_log2, scale, q_len, kv_len, first_offset,
+                   last_offset, lengths, modifiers, config):
+    """dQ of the unit-th tile of all heads once more, by the careful path."""
+    batch, head, tile = unit // (n_heads * n_tiles), unit // n_tiles % n_heads, unit % n_tiles
     span, _ = sequences.locate((tile, batch), q_len, kv_len, first_offset, last_offset, lengths, ROWS,
                                config.BOTTOM_RIGHT)
     row = tile * ROWS
-    narrow = products.narrow(dq * scale, out.ptr.dtype.element_ty, config.UPCAST)
-    memory.store_tile(out, batch, head, row, q_len, narrow, config.D, config.WIDE)
-    if gradients.suspect((dq,)) > 0:
-        start, _, _, stop = bounds.kv_range(row, tl.minimum(row + ROWS, q_len) - 1, kv_len, first_offset, last_offset,
-                                            backward.GUARD_N, config.HAS_FIRST, config.HAS_LAST)
-        backward.guarded_queries(inputs, out, None, stats, span, head, row, start, stop, scale_log2, scale, lengths,
-                                 modifiers, config)
+    start, _, _, stop = bounds.kv_range(row, tl.minimum(row + ROWS, q_len) - 1, kv_len, first_offset, last_offset,
+                                        backward.GUARD_N, config.HAS_FIRST, config.HAS_LAST)
+    backward.guarded_queries(inputs, out, None, stats, span, head, row, start, stop, scale_log2, scale, lengths,
+                             modifiers, config)
+
+
+@triton.jit(do_not_specialize=["n_done", "n_left", "n_tiles", "n_heads", "ring", "q_len", "kv_len", "first_offset",
+                               "last_offset"])
+def finish_queries(sums, odd, n_done, n_left, n_tiles, n_heads, ring, COLS: tl.constexpr, inputs, out, stats,
+                   scale_log2, scale, q_len, kv_len, first_offset, last_offset, lengths, modifiers, config):
+    """dQ of 64 queries of a head whose sum is left, for the first n_left programs, the last heads first: the L2 has
+    their sums still. A program behind those looks at 32 tiles that `sums.finish` made. Grid: (n_left + n_done / 32,
+    1, 1), n_done + n_left: all tiles of 64 queries, in the order of heads.
+
+    sums: fp32 (ring, n_tiles, 64 * COLS): head i has the (i % ring)-th. odd: int8, for each tile: 1 if its dQ has NaN
+    or inf. inputs: `backward.Inputs`. out: `memory.View` of dQ. n_heads: query heads of one batch element. The rest as
+    in `attention_backward_queries`.
+    """
+    index = tl.program_id(0)
+    if index < n_left:
+        unit = n_done + n_left - 1 - index
+        place = unit // n_tiles % ring * n_tiles + unit % n_tiles
+        dq = _load_sum(sums, place, COLS)
+        narrow = products.narrow(dq * scale, out.ptr.dtype.element_ty, config.UPCAST)
+        memory.store_tile(out, unit // (n_heads * n_tiles), unit // n_tiles % n_heads, unit % n_tiles * ROWS, q_len,
+                          narrow, config.D, config.WIDE)
+        first, stop = unit, unit + gradients.suspect((dq,))
+    else:
+        first = (index - n_left) * TILES
+        stop = tl.minimum(first + TILES, n_done)
+        flags = first + tl.arange(0, TILES)
+        if tl.max(tl.load(odd + flags, mask=flags < stop, other=0).to(tl.int32)) == 0:
+            stop = first
+    for unit in tl.range(first, stop):
+        if index < n_left or tl.load(odd + unit) != 0:
+            _guard_queries(unit, n_tiles, n_heads, inputs, out, stats, scale_log2, scale, q_len, kv_len, first_offset,
+                           last_offset, lengths, modifiers, config)
 
 
 @triton.jit(do_not_specialize=["n_blocks", "n_heads", "total", "q_len", "kv_len", "first_offset", "last_offset"])
