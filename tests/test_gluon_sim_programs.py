@@ -91,6 +91,29 @@ def test_what_a_relaxed_atomic_passes_on(resident: int, worker: Worker) -> None:
         worker.call(f"{CALLS}:hand_on", options, 3)  # it polled by relaxed atomics
 
 
+@pytest.mark.parametrize("by_tma", [False, True])
+def test_asynchronous_copies_of_what_other_programs_write(by_tma: bool, worker: Worker) -> None:
+    """A copy comes after what is known where it is issued, TMA's with a fence; who waits for it comes after it."""
+    unwritten = r"(TMA load|async copy|load) of '?x\w*.* by program 1: 128 elements were written by program 0"
+    unread = r"store to 'x\w*' by program 2: 128 elements were read by program 1"
+    for seed in range(4):
+        options = Options(target="sm_90", seed=seed, resident=3)
+        worker.call(f"{CALLS}:stage", options, by_tma)
+        for fault in (1, 2) if by_tma else (1,):
+            with pytest.raises(gs.GlobalRace, match=unwritten):
+                worker.call(f"{CALLS}:stage", options, by_tma, fault)
+    with pytest.raises(gs.GlobalRace, match=unread):  # unless the copy has landed by chance
+        for seed in range(20):
+            worker.call(f"{CALLS}:stage", Options(target="sm_90", seed=seed, resident=3), by_tma, 3)
+
+
+def test_every_synchronisation_of_a_copy_by_tma_is_needed(worker: Worker) -> None:
+    outcomes = worker.call(f"{CALLS}:mutate", "stage_by_tma", "sm_90", range(4), 3)
+    how = [o.mutant.how for o in outcomes]
+    assert how.count("acquire nothing") == 2 and sum(o.mutant.op == "tt.elementwise_inline_asm" for o in outcomes) == 3
+    assert all(o.killed for o in outcomes), gs.summary(outcomes)
+
+
 def test_a_time_is_what_was_done_before_the_warps_met() -> None:
     actor = Actor(3, 0, True)
     actor.used = True

@@ -36,7 +36,7 @@ CHANGES = {
     "ttng.async_copy_mbarrier_arrive": (DROP,),
     "ttg.async_wait": (FEWER,),
     "ttng.clc_try_cancel": (DROP,),
-    "tt.elementwise_inline_asm": (NAMED, NO_ACQUIRE),
+    "tt.elementwise_inline_asm": (NAMED, NO_ACQUIRE, DROP),
 } | dict.fromkeys(ATOMICS, (NO_ACQUIRE, NO_RELEASE))
 BARRIER_TEXT = r"(?:@!?\w+\s+)?\bbar(?:rier)?\.(?:cta\.)?(?:sync|arrive)[^;]*;"
 
@@ -100,8 +100,8 @@ def _ways(how: str, op: Op) -> list[str]:
     if how == NAMED:
         count = len(re.findall(BARRIER_TEXT, op.attrs["asm_string"]))
         return [NAMED] * count if count < 2 else [f"{NAMED} {k + 1}" for k in range(count)]
-    if how == NO_ACQUIRE and "asm_string" in op.attrs:
-        return [how] * (".acquire." in op.attrs["asm_string"])
+    if "asm_string" in op.attrs:
+        return [how] * ((".acquire." if how == NO_ACQUIRE else "fence.proxy") in op.attrs["asm_string"])
     if how in (NO_ACQUIRE, NO_RELEASE):
         return [how] if (how, op.int_attr("sem")) in SEM else []
     return [how] if how != UNCOMMITTED or op.segments()[6] else []

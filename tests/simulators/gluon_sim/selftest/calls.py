@@ -169,6 +169,19 @@ def hand_on(options: Options, fault: int = 0) -> torch.Tensor:
     return x
 
 
+def stage(options: Options, by_tma: bool, fault: int = 0) -> None:
+    """The three programs of kernels_programs.py of which one copies asynchronously what the others write."""
+    x, out = torch.zeros(1, 128), torch.zeros(1, 128)
+    tiles = TensorDescriptor.from_tensor(x, [1, 128], gl.NVMMASharedLayout(0, 32, rank=2))
+    flag = torch.zeros(1, dtype=torch.int32)
+    simulate(kernels_programs.stage, (3,), x, tiles, out, flag, by_tma, fault, options=options)
+    assert (out == 1).all() and (x == 2).all()
+
+
+def stage_by_tma(options: Options) -> None:
+    stage(options, True)
+
+
 def cancel(options: Options, fault: str = "none") -> Stats:
     """Programs of 12 that cancel others: each is run once, by itself or by who cancelled it."""
     dst = torch.zeros(12, dtype=torch.int32)

@@ -9,9 +9,10 @@ FAULT selects one deliberate bug; 0 is right.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from .compat import partition_barrier
+from .compat import copy_async, partition_barrier, tma_load
 
 HALF = gl.constexpr(512)  # of a row: what a consumer adds
 
@@ -145,3 +146,60 @@ def hand_on(x, flag, FAULT: gl.constexpr):
     else:
         _poll(flag, 3, "acquire", "sys")
         gl.store(x + i, gl.full([128], 2.0, gl.float32, L))
+
+
+@gluon.jit
+def _poll_by_load(count, least, ACQUIRE: gl.constexpr):
+    TEXT: gl.constexpr = "ld.acquire.gpu.global.b32 $0, [$1];" if ACQUIRE else "ld.relaxed.gpu.global.b32 $0, [$1];"
+    seen = gl.to_tensor(-1)
+    while seen < least:
+        seen = gl.inline_asm_elementwise(
+            TEXT, "=r,l", [count.to(gl.int64, bitcast=True)], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def stage(x, x_tiles, out, flag, BY_TMA: gl.constexpr, FAULT: gl.constexpr):
+    """Program 0 writes x, program 1 copies it by way of shared memory, program 2 writes it again. FAULT: 1 a poll that
+    acquires nothing, 2 no fence before TMA, 3 x given up before the copy is waited for."""
+    L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0])
+    at = gl.arange(0, 1, gl.SliceLayout(1, L))[:, None] + gl.arange(0, 128, gl.SliceLayout(0, L))[None, :]
+    smem = gl.allocate_shared_memory(gl.float32, [1, 128], x_tiles.layout)
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=1)
+    fence_async_shared()
+    if gl.program_id(0) == 0:
+        gl.store(x + at, gl.full([1, 128], 1.0, gl.float32, L))
+        partition_barrier()
+        gl.atomic_add(flag, 1, sem="release")
+    elif gl.program_id(0) == 1:
+        _poll_by_load(flag, 1, FAULT != 1)
+        if BY_TMA:
+            if FAULT != 2:
+                gl.inline_asm_elementwise(
+                    "fence.proxy.async.global; mov.b32 $0, 0;",
+                    "=r,r",
+                    [gl.to_tensor(0)],
+                    dtype=gl.int32,
+                    is_pure=False,
+                    pack=1,
+                )
+            mbarrier.expect(bar, 512)
+            tma_load(x_tiles, [0, 0], bar, smem)
+        else:
+            copy_async(smem, x + at)
+            async_copy.commit_group()
+        if FAULT == 3:
+            partition_barrier()
+            gl.atomic_add(flag, 1, sem="release")
+        if BY_TMA:
+            mbarrier.wait(bar, 0)
+        else:
+            async_copy.wait_group(0)
+        partition_barrier()
+        gl.store(out + at, smem.load(L))
+        if FAULT != 3:
+            gl.atomic_add(flag, 1, sem="release")
+    else:
+        _poll_by_load(flag, 2, True)
+        gl.store(x + at, gl.full([1, 128], 2.0, gl.float32, L))

@@ -1,4 +1,4 @@
-"""The sums of dQ in memory: fp32, 16 bytes at a time, in the order in which a warpgroup's accumulator lies in registers.
+"""The sums of dQ in memory: fp32, 16 bytes at a time, in the order in which an accumulator lies in registers.
 
 A tile of 64 queries is (columns / 64) squares of 64 x 64. Within one a thread's four numbers (two rows, two columns)
 are 16 contiguous bytes and a warp's 512: `red.v4`, where atomics in the order of rows took twice the time of the whole
