@@ -36,9 +36,10 @@ def prepared(row: HopperBackwardTile, problem: Problem) -> HopperBackwardLaunch:
     return launch
 
 
-def one_by_one(launch: HopperBackwardLaunch) -> HopperBackwardLaunch:
+def one_by_one(row: HopperBackwardTile, problem: Problem) -> HopperBackwardLaunch:
     """Heads one after the other, so that in small problems too CTAs finish sums of others and few sums are in use."""
-    launch.arrange(1, 0)
+    launch = prepared(row, problem)
+    launch.arrange(1, 0, row.finishes)
     return launch
 
 

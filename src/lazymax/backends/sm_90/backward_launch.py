@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 # the last one that does to the first that adds to them again.
 TO_FINISH, TO_ADD = 1.5, 1.0
 SIDE = 64  # of a square of a sum
+DESCRIPTORS = 9  # that `attention_backward` takes
 MOST_TOGETHER = 16  # heads: more took 5% at S=1024
 FINISH_OPTIONS = launch_options(4, 1, None)
 
@@ -78,7 +79,7 @@ class HopperBackwardLaunch:
     finished: int  # groups, from the first on, whose dQ later CTAs make; the rest is left to `finish_queries`
     ring: int  # groups that have sums at a time
     strides: list[tuple[int, ...]] | None = None  # of the views of q, k, v, d_out, out, dq, dk and dv
-    tiles: tuple[TensorDescriptor, ...] | None = None  # of the first call's tensors
+    tiles: list[TensorDescriptor] | None = None  # of the first call's tensors
     binaries: list[Callable[..., None] | None] | None = None
 
     @classmethod
@@ -91,7 +92,7 @@ class HopperBackwardLaunch:
             HAS_FIRST=p.first_offset is not None,
             HAS_LAST=p.last_offset is not None,
             PIPELINED=tile.pipelined,
-            FINISHES=tile.finishes,
+            FINISHES=False,  # see `arrange`
             ROUNDED=tile.rounded,
             REGISTERS=tile.keys.max_registers or 240,
         )
@@ -112,17 +113,19 @@ class HopperBackwardLaunch:
             finished=0,
             ring=heads,
         )
-        made.arrange(together, multiprocessors(USUAL))
+        made.arrange(together, multiprocessors(USUAL), tile.finishes)
         return made
 
-    def arrange(self, together: int, side_by_side: int) -> None:
-        """Decide which sums CTAs finish, and how many there are at a time, where so many CTAs run side by side."""
+    def arrange(self, together: int, side_by_side: int, finishes: bool) -> None:
+        """Decide which sums CTAs finish, if any, and how many there are at a time, where so many CTAs run side by side."""
         heads, of_group = self.problem.batch * self.problem.kv_heads, together * self.blocks
         self.together, self.lead, self.finished, self.ring = together, 0, 0, -(-heads // together)
-        if self.config.FINISHES.value:
+        if finishes:
             self.lead = of_group + int(TO_FINISH * side_by_side)
             self.finished = max(0, heads * self.blocks - self.lead) // of_group
             self.ring = min(self.ring, -(-(of_group + self.lead + int(TO_ADD * side_by_side)) // of_group))
+        self.config = self.config._replace(FINISHES=constant(self.finished > 0))
+        self.tiles = self.binaries = None
 
     @property
     def sums(self) -> int:
@@ -145,20 +148,13 @@ class HopperBackwardLaunch:
         p = self.problem
         block_m = self.config.BLOCK_M.value
         stats = work.stats.view(-1, block_m)
-        squares = work.sums.view(-1, SIDE)
-        sources = (*inputs, stats, *grads[1:], grads[0], squares)
+        sources = [*inputs, stats, *grads[1:]]
+        if self.finished:
+            sources += [grads[0], work.sums.view(-1, SIDE)]
         if self.tiles is None:
-            rows = (block_m, KEYS, KEYS, block_m, KEYS // 2, KEYS // 2)
-            layout = gl.NVMMASharedLayout(0, 32, rank=2)
-            of_heads = [describe(t, n, self.width) for t, n in zip((*inputs, *grads[1:]), rows, strict=True)]
-            self.tiles = (
-                *of_heads[:4],
-                TensorDescriptor(stats, list(stats.shape), [block_m, 1], [1, block_m], layout),
-                *of_heads[4:],
-                describe(grads[0], SIDE, 8),
-                TensorDescriptor(squares, list(squares.shape), [SIDE, 1], [SIDE, SIDE], layout),
-            )
+            self.tiles = self._describe(*sources)
         tiles = [rebased(of, t) for of, t in zip(self.tiles, sources, strict=True)]
+        tiles += [None] * (DESCRIPTORS - len(tiles))
         heads = p.batch * p.kv_heads
         numbers = (
             p.scale * LOG2E, p.scale, p.q_len, p.kv_len, p.first_offset or 0, p.last_offset or 0, p.kv_heads, p.group,
@@ -166,6 +162,19 @@ class HopperBackwardLaunch:
         )  # fmt: skip
         to_add = (work.sums, work.counts, work.odd, work.found)
         return (heads * self.blocks, 1, 1), (*tiles, *to_add, *numbers, self.config)
+
+    def _describe(self, q: Any, k: Any, v: Any, d_out: Any, stats: Any, dk: Any, dv: Any, *of_sums: Any) -> list[Any]:
+        """Descriptors of tensors. of_sums: dQ and the squares of its sums, if CTAs make some of it."""
+
+        def flat(t: torch.Tensor, rows: int, cols: int) -> TensorDescriptor:
+            layout = gl.NVMMASharedLayout(0, 32, rank=2)
+            return TensorDescriptor(t, list(t.shape), [t.stride(0), 1], [rows, cols], layout)
+
+        rows = stats.shape[1]
+        heads = [describe(t, n, self.width) for t, n in ((q, rows), (k, KEYS), (v, KEYS), (d_out, rows))]
+        grads = [describe(t, KEYS // 2, self.width) for t in (dk, dv)]
+        more = [describe(of_sums[0], SIDE, 8), flat(of_sums[1], SIDE, SIDE)] if of_sums else []
+        return [*heads, flat(stats, 1, rows), *grads, *more]
 
     def launches(
         self,
