@@ -151,7 +151,12 @@ BANDS = {
         Case(f"{name} {q}x{k} {row.keys.name}", (1, 1, 1, q, k, 16), rules, row=row)
         for name, rules in BANDS.items()
         for q, k, row in (
-            (35, 50, SMALL), (50, 35, FLAT), (67, 35, TALL), (35, 67, LARGE), (35, 50, APART), (67, 35, FAR_APART),
+            (35, 50, SMALL),
+            (50, 35, FLAT),
+            (67, 35, TALL),
+            (35, 67, LARGE),
+            (35, 50, APART),
+            (67, 35, FAR_APART),
         )
     )
 )
@@ -361,9 +366,7 @@ def test_separate_launches_give_the_bits_of_one(row, device):
     q, k, v, extras, rules = call_of(Case("", (1, 4, 2, 35, 50, 16), dict(causal="bottom_right"), BF16), device)
     problem = Problem.from_tensors(q, k, v, extras, rules, return_lse=True)
     d_out = normal(1, 4, 35, 16).to(device, BF16)
-    one, two, again = (
-        by_row(of, d_out, None, (q, k, v), problem, extras, rules) for of in (row, *[separate(row)] * 2)
-    )
+    one, two, again = (by_row(of, d_out, None, (q, k, v), problem, extras, rules) for of in (row, *[separate(row)] * 2))
     assert all(torch.equal(x, y) for x, y in zip(two, again, strict=True))
     if device == "cpu":
         assert all(torch.equal(x, y) for x, y in zip(one, two, strict=True))
