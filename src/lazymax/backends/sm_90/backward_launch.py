@@ -117,7 +117,7 @@ class HopperBackwardLaunch:
         return made
 
     def arrange(self, together: int, side_by_side: int, finishes: bool) -> None:
-        """Decide which sums CTAs finish, if any, and how many there are at a time, where so many CTAs run side by side."""
+        """Decide which sums CTAs finish, if any, and how many sums there are at a time. side_by_side: CTAs that run."""
         heads, of_group = self.problem.batch * self.problem.kv_heads, together * self.blocks
         self.together, self.lead, self.finished, self.ring = together, 0, 0, -(-heads // together)
         if finishes:

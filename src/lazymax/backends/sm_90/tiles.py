@@ -55,9 +55,10 @@ BACKWARD = (
         finishes=True,
         rounded=True,
         when=When(min_programs=0.5),
-        reason="tiles of 128 queries, so that each consumer has 64 rows of dQ; exponentials of the next under dK; not "
-        "called tuned, for Triton 3.6.0 spills 16 bytes of the causal build and 3.9.0 more",
-        provenance=f"{NEXT_DAY}: 1.07 to 1.18 of cuDNN from S=4096 on; 3% ahead of sums cleared before the kernel",
+        reason="tiles of 128 queries, so that each consumer has 64 rows of dQ; exponentials of the next under dK; sums "
+        "finished by later CTAs; not called tuned, for Triton 3.6.0 spills 88 and 176 bytes (full, causal), four loads "
+        "of them in the loop",
+        provenance=f"{NEXT_DAY}: 1.02 to 1.21 of cuDNN; full bands 3 to 16% ahead of passes over memory, causal -1 to 4%",
     ),
     HopperBackwardTile(
         width=128,
@@ -65,7 +66,7 @@ BACKWARD = (
         when=When(min_programs=0.5),
         reason="dK and dV of 64 keys take 128 registers a thread: tiles of 64 queries, one after the other; not called "
         "tuned, for Triton 3.6.0 spills 100 bytes of the causal build, four of them inside its loop",
-        provenance=f"{NEXT_DAY}: 1.01 to 1.18 of cuDNN; best of 7 orders and rings",
+        provenance=f"{NEXT_DAY}: 1.03 to 1.24 of cuDNN; best of 7 orders and rings",
     ),
     # The portable kernels.
     BackwardTile(
