@@ -58,7 +58,7 @@ BACKWARD = (
         reason="tiles of 128 queries, so that each consumer has 64 rows of dQ; exponentials of the next under dK; sums "
         "finished by later CTAs; not called tuned, for Triton 3.6.0 spills 88 and 176 bytes (full, causal), four loads "
         "of them in the loop",
-        provenance=f"{NEXT_DAY}: 1.02 to 1.21 of cuDNN; full bands 3 to 16% ahead of passes over memory, causal -1 to 4%",
+        provenance=f"{NEXT_DAY}: 1.02 to 1.21 of cuDNN; 3 to 16% ahead of passes over memory full, -1 to 4% causal",
     ),
     HopperBackwardTile(
         width=128,
@@ -107,8 +107,7 @@ BACKWARD = (
         when=When(dtypes=HALF),
         reason="head dim 256: dK and dV in a launch each, so that a warpgroup has 64 keys; not called tuned, dQ spills "
         "136 and 152 bytes (bf16, full and causal, Triton 3.6)",
-        provenance=f"{NEXT_DAY}: 1.3 to 1.7 times the speed of both sums in one launch and dQ on 8 warps; best of 9 and 7 "
-        "halves at S=1024 and 4096",
+        provenance=f"{NEXT_DAY}: the best of 9 halves for dK and dV, of 7 for dQ, at S=1024 and 4096",
     ),
     BackwardTile(
         keys=Half(block_m=32, block_n=64, num_warps=8, num_stages=1),
