@@ -12,7 +12,7 @@ from ...sm_90.kernels.bounds import has_keys
 from ...sm_90.kernels.copies import barrier
 from ...sm_90.kernels.softmax import doubtful, finish, lse_row
 from . import assembly, bounds, layouts, rings, schedule
-from .rescale import COLS, rescale
+from .rescale import COLS, any_row, rescale
 from .softmax import total
 
 
@@ -50,7 +50,7 @@ def _visit(Q: gl.constexpr, buffer, handed, products, opened, memory, bars, conf
     if config.S_BUFFERS == 3:
         # With two, the scores of a block are committed after the P V of the block before.
         mbarrier.wait(bars.o_full.index(Q), products & 1, pred=opened)
-    rescale(memory.o.index(Q), alpha, own, opened, config)
+    rescale(memory.o.index(Q), alpha, own, opened, memory.votes.index(2), config)
     mbarrier.arrive(rings.of_scores(bars.p_full, Q, buffer, config), count=1)
 
 
@@ -59,10 +59,10 @@ def _suspect(m, l, sums, rows, span, memory, config):
     """1 if a row that this CTA has of the Q tile is doubtful, else 0; see sm_90's guarded.py."""
     found = doubtful(m, l, sums, has_keys(span, rows, config)) & (rows < span.q_len)
     if config.ROWS == 128:
-        return gl.max(found.to(gl.int32), 0)
+        return any_row(found, memory.votes.index(2), config)
     else:
         memory.found.store(found.to(gl.int8))
-        return gl.max(layouts.own_rows(memory.found).to(gl.int32), 0)
+        return any_row(layouts.own_rows(memory.found), memory.votes.index(2), config)
 
 
 @gluon.jit(noinline=True)
