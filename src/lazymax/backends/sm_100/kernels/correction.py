@@ -7,13 +7,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.blackwell import fence_async_shared, mbarrier
 
+from ....kernels.memory import View
 from ...sm_90.kernels import guarded
+from ...sm_90.kernels.assembly import here
 from ...sm_90.kernels.bounds import has_keys
 from ...sm_90.kernels.copies import barrier
 from ...sm_90.kernels.softmax import doubtful, finish, lse_row
 from . import assembly, bounds, layouts, rings, schedule
-from .rescale import COLS, any_row, rescale
+from .rescale import any_row, rescale
 from .softmax import total
+
+
+PART = gl.constexpr(16)  # columns of O that are stored at a time
 
 
 class Cold(NamedTuple):
@@ -65,15 +70,21 @@ def _suspect(m, l, sums, rows, span, memory, config):
         return any_row(layouts.own_rows(memory.found), memory.votes.index(2), config)
 
 
-@gluon.jit(noinline=True)
-def _rewrite(t, call, config, Q: gl.constexpr):
-    """The cold path: the rows of a Q tile once more, exactly and slowly. A function of its own, see sm_90's guarded.py,
-    for it must not cost registers elsewhere."""
+@gluon.jit
+def _view(x):
+    return View(x.ptr, here(x.batch_stride), here(x.head_stride), here(x.row_stride))
+
+
+@gluon.jit
+def _rewrite(t, suspect0, suspect1, call, config):
+    """The cold path: the rows of a Q tile once more, exactly and slowly."""
     span = bounds.tile(t, call, config)
     first, stop = bounds.key_blocks(span, config)
     keys = first * bounds.KEYS, gl.minimum(stop * bounds.KEYS, span.kv_len)
-    for half in range(2):
-        guarded.rewrite_rows(span, span.first_row + Q * config.ROWS + half * 64, keys, call, config)
+    for part in range(4):
+        if gl.where(part < 2, suspect0, suspect1) > 0:
+            row = span.first_row + part // 2 * config.ROWS + part % 2 * 64
+            guarded.rewrite_rows(span, row, keys, call, config)
 
 
 @gluon.jit
@@ -90,12 +101,12 @@ def _close(t, Q: gl.constexpr, handed, products, count, memory, bars, call, conf
     mbarrier.wait(bars.out_empty.index(Q), (count & 1) ^ 1)
     o = memory.o.index(Q)
     out = memory.out.index(Q).reshape([config.ROWS, config.D])
-    factor = layouts.spread(inverse, COLS)
+    factor = layouts.spread(inverse, PART)
     sums = gl.full([config.ROWS], 0.0, gl.float32, layouts.rows(config.ROWS))
-    for i in gl.static_range(config.D // COLS):
-        part = o.slice(i * COLS, COLS).load(layouts.tile(config.ROWS, COLS))
+    for i in gl.static_range(config.D // PART):
+        part = o.slice(i * PART, PART).load(layouts.tile(config.ROWS, PART))
         sums += layouts.to_rows(total((part,)), 128)
-        out.slice(i * COLS, COLS, dim=1).store(assembly.mul2(part, factor).to(call.out.ptr.dtype.element_ty))
+        out.slice(i * PART, PART, dim=1).store(assembly.mul2(part, factor).to(call.out.ptr.dtype.element_ty))
         barrier()  # or the ptxas of Triton 3.9 loads all of O before it stores any: 500 bytes of spills
     if not config.SPLIT:  # the softmax goes on to the next tile, whose first P V writes over this O
         mbarrier.arrive(bars.stats_empty.index(Q), count=1)
@@ -104,14 +115,9 @@ def _close(t, Q: gl.constexpr, handed, products, count, memory, bars, call, conf
     memory.flags.index(Q).store(gl.full([1], 0, gl.int32, layouts.one(config.ROWS, gl.num_warps())) + suspect)
     fence_async_shared()
     mbarrier.arrive(bars.out_full.index(Q), count=1)
-    if suspect > 0:
-        cold = Cold(call.q, call.k, call.v, call.out, call.lse, call.lse_rows, call.heads_together, call.scale_log2,
-                    call.threshold, call.q_len, call.kv_len, call.first_offset, call.last_offset, call.heads,
-                    call.q_heads, call.group)
-        _rewrite(t, cold, config, Q)
-    else:
-        if config.STORE_LSE:
-            gl.store(lse_row(call, span) + rows, lse, mask=rows < span.q_len)
+    if config.STORE_LSE:
+        gl.store(lse_row(call, span) + rows, lse, mask=(rows < span.q_len) & (suspect == 0))
+    return suspect
 
 
 @gluon.jit
@@ -136,8 +142,14 @@ def correction(memory, bars, call, config):
                 handed += 1
         elif config.S_BUFFERS == 3:
             products += stop - first - 1
-        _close(t, 0, handed, products, count, memory, bars, call, config)
-        _close(t, 1, handed, products, count, memory, bars, call, config)
+        suspect0 = _close(t, 0, handed, products, count, memory, bars, call, config)
+        suspect1 = _close(t, 1, handed, products, count, memory, bars, call, config)
+        if suspect0 + suspect1 > 0:
+            cold = Cold(_view(call.q), _view(call.k), _view(call.v), _view(call.out), call.lse, here(call.lse_rows),
+                        here(call.heads_together), call.scale_log2, call.threshold, here(call.q_len),
+                        here(call.kv_len), here(call.first_offset), here(call.last_offset), here(call.heads),
+                        here(call.q_heads), here(call.group))
+            _rewrite(here(t), suspect0, suspect1, cold, config)
         products += 1
         handed += 1
         t = schedule.following(count, memory, bars, call, config)
