@@ -125,10 +125,10 @@ def check_build(row: blackwell.BlackwellTile, dtype: str, rules: dict[str, Any],
     assert report["in_softmax"] <= (2 if "window" in rules else 0), f"{rules}: {report}"
     assert report["in_loops"] <= 5, f"{rules}: {report}"
     assert report["spills"] <= (0 if row.tuned else 300), f"{rules}: {report}"
-    # Of single warps, the correction and the softmax: 4 * 24 + 4 * 120 + 8 * 184 = 2048 for 32 threads, all there are.
-    assert report["dealt"] == [24, 120, 184], f"{rules}: {report}"
+    # Of single warps, the correction and the softmax: 4 * 24 + 4 * 104 + 8 * 192 = 2048 for 32 threads, all there are.
+    assert report["dealt"] == [24, 104, 192], f"{rules}: {report}"
     for role, used in report["registers"].items():
-        assert used <= {"softmax": 184, "correction": 120}.get(role, 24), f"{rules}: {report}"
+        assert used <= {"softmax": 192, "correction": 104}.get(role, 24), f"{rules}: {report}"
 
 
 @pytest.mark.parametrize("index", range(len(ROWS)), ids=NAMES)
