@@ -123,7 +123,7 @@ def rewrite_rows(span, row, keys, call, config):
     for column in range(0, here(config.D_V), COLUMNS):
         m, l, acc = _sweep(q_rows, q_inside, bases, row, column, keys, span, call, config)
         factor, lse = softmax.finish(m, l, call.scale_log2, call, span, config)
-        cols = column + here(gl.arange(0, COLUMNS, gl.SliceLayout(0, L)))
+        cols = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, L))
         gl.store(out_rows[:, None] + cols[None, :], (acc * factor[:, None]).to(call.out.ptr.dtype.element_ty),
                  mask=inside[:, None] & (cols < config.D_V)[None, :])
         if config.STORE_LSE:
