@@ -17,12 +17,12 @@ from . import assembly, bounds, layouts, rings, schedule
 from .rescale import any_row, rescale
 from .softmax import total
 
-
-PART = gl.constexpr(16)  # columns of O that are stored at a time
+PART = gl.constexpr(16)  # columns of O that are stored at a time; of 32 at head dim 128 36 to 60 bytes are spilled
 
 
 class Cold(NamedTuple):
-    """What the cold path reads of the call. The descriptors would take some 60 registers more."""
+    """What the cold path reads of the call, each number where it begins (`here`), or its addresses are prepared before
+    the loop over tiles and kept: up to 420 bytes of spills."""
 
     q: Any
     k: Any
@@ -72,12 +72,14 @@ def _suspect(m, l, sums, rows, span, memory, config):
 
 @gluon.jit
 def _view(x):
+    """For the cold path, see `Cold`."""
     return View(x.ptr, here(x.batch_stride), here(x.head_stride), here(x.row_stride))
 
 
 @gluon.jit
 def _rewrite(t, suspect0, suspect1, call, config):
-    """The cold path: the rows of a Q tile once more, exactly and slowly."""
+    """The cold path: the rows of doubtful Q tiles once more, exactly and slowly. Inlined, for as a function of its own,
+    as sm_90 has it, it takes a register for each of its 34 words of arguments; one for both Q tiles."""
     span = bounds.tile(t, call, config)
     first, stop = bounds.key_blocks(span, config)
     keys = first * bounds.KEYS, gl.minimum(stop * bounds.KEYS, span.kv_len)
@@ -89,7 +91,7 @@ def _rewrite(t, suspect0, suspect1, call, config):
 
 @gluon.jit
 def _close(t, Q: gl.constexpr, handed, products, count, memory, bars, call, config):
-    """O and LSE of the Q tile."""
+    """O and LSE of the Q tile. Returns 1 if it is doubtful, for the cold path to compute, else 0."""
     span = bounds.tile(t, call, config)
     mbarrier.wait(bars.stats_full.index(Q), handed & 1)
     l = memory.stats.index(2 * Q).load(layouts.rows(config.ROWS))
@@ -107,7 +109,7 @@ def _close(t, Q: gl.constexpr, handed, products, count, memory, bars, call, conf
         part = o.slice(i * PART, PART).load(layouts.tile(config.ROWS, PART))
         sums += layouts.to_rows(total((part,)), 128)
         out.slice(i * PART, PART, dim=1).store(assembly.mul2(part, factor).to(call.out.ptr.dtype.element_ty))
-        barrier()  # or the ptxas of Triton 3.9 loads all of O before it stores any: 500 bytes of spills
+        barrier()  # or the ptxas of Triton 3.9 mixes the parts: 280 bytes of spills for 52
     if not config.SPLIT:  # the softmax goes on to the next tile, whose first P V writes over this O
         mbarrier.arrive(bars.stats_empty.index(Q), count=1)
     rows = span.first_row + Q * config.ROWS + gl.arange(0, config.ROWS, layouts.rows(config.ROWS))

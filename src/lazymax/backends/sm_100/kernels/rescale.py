@@ -18,8 +18,8 @@ def _multiply(o, alpha, config):
 
 @gluon.jit
 def any_row(found, votes, config):
-    """1 if it is true of one of 128 rows, else 0. votes: shared memory, a word for each warp. Gluon's own reduction over
-    warps keeps addresses and a predicate in registers through all loops, as `suspect` of sm_90's softmax.py says."""
+    """1 if it is true of one of 128 rows, else 0. votes: shared memory, a word for each warp. Gluon's own reduction
+    over warps keeps addresses and a predicate in registers through all loops, as sm_90's softmax.py says."""
     votes.store(gl.max(found.to(gl.int32).reshape([4, 32]), 1))
     return gl.max(votes.load(layouts.words(config.ROWS)), 0)
 

@@ -3,7 +3,9 @@
 The fused exponent is off when scores are huge, and a value of weight 0 still turns NaN or inf into NaN. Both show in
 the result; then this takes over, as in `kernels/forward.py`: the difference to the pivot is taken first, and values
 that are not finite are counted apart. It works from memory with the products of single warps, without shared memory
-and barriers, and sweeps all keys once for every 16 columns of O: the fast path must not pay registers for it.
+and barriers, and sweeps all keys once for every 16 columns of O: the fast path must not pay registers for it. So
+rows, keys and columns are numbered `here`: the kernel of sm_100, which inlines this, had them prepared before its loop
+over tiles, and the loops over columns unrolled.
 """
 
 from triton.experimental import gluon
@@ -25,7 +27,7 @@ def _scores(q_rows, q_inside, k_base, key, span, call, config):
     keys = key + here(gl.arange(0, 16, gl.SliceLayout(0, B)))
     k_rows = k_base + keys.to(gl.int64) * call.k.row_stride
     s = gl.zeros([64 * gl.num_ctas(), 16], gl.float32, layouts.small(gl.num_ctas()))
-    for first in range(0, here(config.D), 16):  # not unrolled: that takes registers
+    for first in range(0, here(config.D), 16):
         q_cols = first + here(gl.arange(0, 16, gl.SliceLayout(0, A)))
         k_cols = first + here(gl.arange(0, 16, gl.SliceLayout(1, B)))
         q = gl.load(q_rows[:, None] + q_cols[None, :], mask=q_inside[:, None] & (q_cols < config.D)[None, :], other=0.0)
@@ -115,10 +117,10 @@ def rewrite_rows(span, row, keys, call, config):
     bases = _slab(call.k, span.slab, kv_head, span.k_row), _slab(call.v, span.slab, kv_head, span.k_row)
     A: gl.constexpr = layouts.small_operand(0, gl.num_ctas())
     own = here(gl.arange(0, 64 * gl.num_ctas(), gl.SliceLayout(1, A)))
-    query, head, q_inside = bounds.rows_of(span, row, own, call, config)
+    query, head, q_inside = bounds.numbered(span, row, own, call, config)
     q_rows = rows_of(call.q, span.slab, span, query, head)
     own = here(gl.arange(0, 64 * gl.num_ctas(), gl.SliceLayout(1, L)))
-    query, head, inside = bounds.rows_of(span, row, own, call, config)
+    query, head, inside = bounds.numbered(span, row, own, call, config)
     out_rows = rows_of(call.out, span.out_slab, span, query, head)
     for column in range(0, here(config.D_V), COLUMNS):
         m, l, acc = _sweep(q_rows, q_inside, bases, row, column, keys, span, call, config)
