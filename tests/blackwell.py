@@ -11,7 +11,7 @@ import triton
 from hopper import CAUSAL, DTYPES, Call
 from ptxas import assembled as by_ptxas
 from simulators.gluon_sim import Options, activate
-from simulators.sm_100 import Loop, disassemble, hot_loops
+from simulators.sm_100 import disassemble, hot_loops
 from simulators.sm_100.sass import registers_used
 
 from lazymax import arch as arches
@@ -172,11 +172,11 @@ def mutants(row: BlackwellTile, of: list[int]) -> tuple[int, list[str]]:
     )
 
 
-def assembled(row: BlackwellTile, dtype: str, rules: dict[str, Any]) -> dict[str, Any]:
+def assembled(row: BlackwellTile, dtype: str, rules: dict[str, Any], lse: bool = True) -> dict[str, Any]:
     """Compile, and what ptxas says: bytes of spills, of shared memory, columns of tensor memory. dealt: registers of a
     thread for which a role's warps ask when they part, and those of the correction."""
     arch = arches.by_name(row.when.archs[0])
-    problem = Problem.from_shape((4, 32, 8, 4096, 4096, row.head_dim), dtype, return_lse=True, **rules)
+    problem = Problem.from_shape((4, 32, 8, 4096, 4096, row.head_dim), dtype, return_lse=lse, **rules)
     chosen = replace(plan(problem, arch), tile=row)
     kernel, spills, _ = by_ptxas(lambda: compile_plan(problem, chosen, arch))
     return {
@@ -219,18 +219,15 @@ BETWEEN = {80, 256}  # registers before the roles part and after: of warps that 
 
 
 def hot(cubin: bytes, arch: str) -> dict[str, Any]:
-    """Of the loops over key blocks. Loads and stores of spilled registers, at most: of the softmax, and of it, the
-    correction and the products; registers that each role uses."""
+    """Of the loops over key blocks of the softmax, the correction and the products: loads and stores of spilled
+    registers, at most. Registers that each role uses."""
     try:
         loops = hot_loops(disassemble(cubin))
     except subprocess.CalledProcessError as error:  # the nvdisasm of Triton 3.6 does not know sm_103
         assert arch == "sm_103" and release(triton.__version__) < (3, 9), error.stderr
-        return {"in_softmax": 0, "in_loops": 0, "registers": {}}
+        return {"in_loops": 0, "registers": {}}
     softmax, others = loops["softmax"], loops["correction"] + loops["products"]
     assert len(softmax) >= 4 and others, f"{len(softmax)} loops of the softmax, {len(others)} of others"
-
-    def spills(of: list[Loop]) -> int:
-        return max(loop.count("STL", "LDL") for loop in of)
-
+    spills = max(loop.count("STL", "LDL") for loop in softmax + others)
     registers = {role: max(registers_used(loop.instructions) for loop in of) for role, of in loops.items()}
-    return {"in_softmax": spills(softmax), "in_loops": spills(softmax + others), "registers": registers}
+    return {"in_loops": spills, "registers": registers}

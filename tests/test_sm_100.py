@@ -116,26 +116,25 @@ def test_rungs_in_the_simulator(name: str, sim: Worker) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def check_build(row: blackwell.BlackwellTile, dtype: str, rules: dict[str, Any], sim: Worker) -> None:
-    report = sim.call("blackwell:assembled", row, dtype, rules)
+def check_build(row: blackwell.BlackwellTile, dtype: str, rules: dict[str, Any], sim: Worker, lse: bool = True) -> None:
+    report = sim.call("blackwell:assembled", row, dtype, rules, lse)
     assert report["products"] > 0 and report["columns"] == 512, f"{rules}: {report}"
     assert report["of_pairs"] == (report["products"] if row.pair else 0), f"{rules}: {report}"
     assert report["shared"] <= arches.by_name(row.when.archs[0]).shared_memory, f"{rules}: {report}"
     assert report["fault"] is None, f"{rules}: {report}"
-    assert report["in_softmax"] <= (2 if "window" in rules else 0), f"{rules}: {report}"
-    assert report["in_loops"] <= 5, f"{rules}: {report}"
-    assert report["spills"] <= (0 if row.tuned else 300), f"{rules}: {report}"
-    # Of single warps, the correction and the softmax: 4 * 24 + 4 * 120 + 8 * 184 = 2048 for 32 threads, all there are.
-    assert report["dealt"] == [24, 120, 184], f"{rules}: {report}"
+    # On Triton 3.9 a number or two that are stored once, before the roles part, are read in the softmax with windows.
+    assert report["in_loops"] <= (0 if FLOOR or "window" not in rules else 2), f"{rules}: {report}"
+    assert report["spills"] <= (0 if FLOOR or row.tuned else 108), f"{rules}: {report}"
+    # Of single warps, the correction and the softmax: 4 * 24 + 4 * 104 + 8 * 192 = 2048 for 32 threads, all there are.
+    assert report["dealt"] == [24, 104, 192], f"{rules}: {report}"
     for role, used in report["registers"].items():
-        assert used <= {"softmax": 184, "correction": 120}.get(role, 24), f"{rules}: {report}"
+        assert used <= {"softmax": 192, "correction": 104}.get(role, 24), f"{rules}: {report}"
 
 
 @pytest.mark.parametrize("index", range(len(ROWS)), ids=NAMES)
 def test_ptxas_has_little_to_say(index: int, sim: Worker) -> None:
-    """The softmax spills nothing in its loops, but for a number or two with windows; what is per tile may spill a
-    little. Of the bands of a row two are compiled on the oldest Triton, which takes half the time, the third on the
-    others."""
+    """No spills on the oldest Triton; on 3.9 some, see the notes. Of the bands of a row two are compiled on the oldest
+    Triton, which takes half the time, the third on the others."""
     row = ROWS[index]
     paired(row)
     for rules in BANDS[:1] if row.pair else BANDS[:2] if FLOOR else BANDS[2:]:
@@ -149,7 +148,8 @@ def test_ptxas_has_little_to_say_of_any_build(index: int, sim: Worker) -> None:
     paired(ROWS[index])
     for dtype in ("bf16", "fp16"):
         for rules in BANDS[: 1 if ROWS[index].pair else None]:
-            check_build(ROWS[index], dtype, rules, sim)
+            for lse in (True, False):
+                check_build(ROWS[index], dtype, rules, sim, lse)
 
 
 @pytest.mark.slow

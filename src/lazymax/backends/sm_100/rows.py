@@ -24,7 +24,7 @@ class BlackwellTile(Tile):
     block_m: int = 256
     block_n: int = 128
     num_warps: int = 4
-    max_registers: int | None = 184  # of a thread of the softmax
+    max_registers: int | None = 192  # of a thread of the softmax
     descriptors: bool = True
     head_dim: int  # 64 or 128, of v too
     s_buffers: int = 2

@@ -36,7 +36,7 @@ OWN = (
     ),
     BlackwellTile(
         head_dim=64, num_stages=6, s_buffers=3, software=6, when=B200,
-        reason="a third S buffer fills the tensor memory: 10 to 14% by the model; with it P is published at once; not "
+        reason="a third S buffer fills the tensor memory: 9 to 11% by the model; with it P is published at once; not "
         "called tuned: no GPU has run it", provenance=SIMULATED,
     ),
     BlackwellTile(

@@ -7,17 +7,22 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.blackwell import fence_async_shared, mbarrier
 
+from ....kernels.memory import View
 from ...sm_90.kernels import guarded
+from ...sm_90.kernels.assembly import here
 from ...sm_90.kernels.bounds import has_keys
 from ...sm_90.kernels.copies import barrier
 from ...sm_90.kernels.softmax import doubtful, finish, lse_row
 from . import assembly, bounds, layouts, rings, schedule
-from .rescale import COLS, rescale
+from .rescale import any_row, rescale
 from .softmax import total
+
+PART = gl.constexpr(16)  # columns of O that are stored at a time; of 32 at head dim 128 36 to 60 bytes are spilled
 
 
 class Cold(NamedTuple):
-    """What the cold path reads of the call. The descriptors would take some 60 registers more."""
+    """What the cold path reads of the call, each number where it begins (`here`), or its addresses are prepared before
+    the loop over tiles and kept: up to 420 bytes of spills."""
 
     q: Any
     k: Any
@@ -50,7 +55,7 @@ def _visit(Q: gl.constexpr, buffer, handed, products, opened, memory, bars, conf
     if config.S_BUFFERS == 3:
         # With two, the scores of a block are committed after the P V of the block before.
         mbarrier.wait(bars.o_full.index(Q), products & 1, pred=opened)
-    rescale(memory.o.index(Q), alpha, own, opened, config)
+    rescale(memory.o.index(Q), alpha, own, opened, memory.votes.index(2), config)
     mbarrier.arrive(rings.of_scores(bars.p_full, Q, buffer, config), count=1)
 
 
@@ -59,26 +64,34 @@ def _suspect(m, l, sums, rows, span, memory, config):
     """1 if a row that this CTA has of the Q tile is doubtful, else 0; see sm_90's guarded.py."""
     found = doubtful(m, l, sums, has_keys(span, rows, config)) & (rows < span.q_len)
     if config.ROWS == 128:
-        return gl.max(found.to(gl.int32), 0)
+        return any_row(found, memory.votes.index(2), config)
     else:
         memory.found.store(found.to(gl.int8))
-        return gl.max(layouts.own_rows(memory.found).to(gl.int32), 0)
+        return any_row(layouts.own_rows(memory.found), memory.votes.index(2), config)
 
 
-@gluon.jit(noinline=True)
-def _rewrite(t, call, config, Q: gl.constexpr):
-    """The cold path: the rows of a Q tile once more, exactly and slowly. A function of its own, see sm_90's guarded.py,
-    for it must not cost registers elsewhere."""
+@gluon.jit
+def _view(x):
+    """For the cold path, see `Cold`."""
+    return View(x.ptr, here(x.batch_stride), here(x.head_stride), here(x.row_stride))
+
+
+@gluon.jit
+def _rewrite(t, suspect0, suspect1, call, config):
+    """The cold path: the rows of doubtful Q tiles once more, exactly and slowly. Inlined, for as a function of its own,
+    as sm_90 has it, it takes a register for each of its 34 words of arguments; one for both Q tiles."""
     span = bounds.tile(t, call, config)
     first, stop = bounds.key_blocks(span, config)
     keys = first * bounds.KEYS, gl.minimum(stop * bounds.KEYS, span.kv_len)
-    for half in range(2):
-        guarded.rewrite_rows(span, span.first_row + Q * config.ROWS + half * 64, keys, call, config)
+    for part in range(4):
+        if gl.where(part < 2, suspect0, suspect1) > 0:
+            row = span.first_row + part // 2 * config.ROWS + part % 2 * 64
+            guarded.rewrite_rows(span, row, keys, call, config)
 
 
 @gluon.jit
 def _close(t, Q: gl.constexpr, handed, products, count, memory, bars, call, config):
-    """O and LSE of the Q tile."""
+    """O and LSE of the Q tile. Returns 1 if it is doubtful, for the cold path to compute, else 0."""
     span = bounds.tile(t, call, config)
     mbarrier.wait(bars.stats_full.index(Q), handed & 1)
     l = memory.stats.index(2 * Q).load(layouts.rows(config.ROWS))
@@ -90,13 +103,13 @@ def _close(t, Q: gl.constexpr, handed, products, count, memory, bars, call, conf
     mbarrier.wait(bars.out_empty.index(Q), (count & 1) ^ 1)
     o = memory.o.index(Q)
     out = memory.out.index(Q).reshape([config.ROWS, config.D])
-    factor = layouts.spread(inverse, COLS)
+    factor = layouts.spread(inverse, PART)
     sums = gl.full([config.ROWS], 0.0, gl.float32, layouts.rows(config.ROWS))
-    for i in gl.static_range(config.D // COLS):
-        part = o.slice(i * COLS, COLS).load(layouts.tile(config.ROWS, COLS))
+    for i in gl.static_range(config.D // PART):
+        part = o.slice(i * PART, PART).load(layouts.tile(config.ROWS, PART))
         sums += layouts.to_rows(total((part,)), 128)
-        out.slice(i * COLS, COLS, dim=1).store(assembly.mul2(part, factor).to(call.out.ptr.dtype.element_ty))
-        barrier()  # or the ptxas of Triton 3.9 loads all of O before it stores any: 500 bytes of spills
+        out.slice(i * PART, PART, dim=1).store(assembly.mul2(part, factor).to(call.out.ptr.dtype.element_ty))
+        barrier()  # or the ptxas of Triton 3.9 mixes the parts: 280 bytes of spills for 52
     if not config.SPLIT:  # the softmax goes on to the next tile, whose first P V writes over this O
         mbarrier.arrive(bars.stats_empty.index(Q), count=1)
     rows = span.first_row + Q * config.ROWS + gl.arange(0, config.ROWS, layouts.rows(config.ROWS))
@@ -104,14 +117,9 @@ def _close(t, Q: gl.constexpr, handed, products, count, memory, bars, call, conf
     memory.flags.index(Q).store(gl.full([1], 0, gl.int32, layouts.one(config.ROWS, gl.num_warps())) + suspect)
     fence_async_shared()
     mbarrier.arrive(bars.out_full.index(Q), count=1)
-    if suspect > 0:
-        cold = Cold(call.q, call.k, call.v, call.out, call.lse, call.lse_rows, call.heads_together, call.scale_log2,
-                    call.threshold, call.q_len, call.kv_len, call.first_offset, call.last_offset, call.heads,
-                    call.q_heads, call.group)
-        _rewrite(t, cold, config, Q)
-    else:
-        if config.STORE_LSE:
-            gl.store(lse_row(call, span) + rows, lse, mask=rows < span.q_len)
+    if config.STORE_LSE:
+        gl.store(lse_row(call, span) + rows, lse, mask=(rows < span.q_len) & (suspect == 0))
+    return suspect
 
 
 @gluon.jit
@@ -136,8 +144,14 @@ def correction(memory, bars, call, config):
                 handed += 1
         elif config.S_BUFFERS == 3:
             products += stop - first - 1
-        _close(t, 0, handed, products, count, memory, bars, call, config)
-        _close(t, 1, handed, products, count, memory, bars, call, config)
+        suspect0 = _close(t, 0, handed, products, count, memory, bars, call, config)
+        suspect1 = _close(t, 1, handed, products, count, memory, bars, call, config)
+        if suspect0 + suspect1 > 0:
+            cold = Cold(_view(call.q), _view(call.k), _view(call.v), _view(call.out), call.lse, here(call.lse_rows),
+                        here(call.heads_together), call.scale_log2, call.threshold, here(call.q_len),
+                        here(call.kv_len), here(call.first_offset), here(call.last_offset), here(call.heads),
+                        here(call.q_heads), here(call.group))
+            _rewrite(here(t), suspect0, suspect1, cold, config)
         products += 1
         handed += 1
         t = schedule.following(count, memory, bars, call, config)

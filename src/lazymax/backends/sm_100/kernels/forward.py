@@ -85,6 +85,7 @@ class Memory(NamedTuple):
     out: Any  # two tiles of O
     stats: Any  # a number for each row: factors, later sums, of Q tile 0; its pivots; the same of 1
     flags: Any  # of each Q tile: the correction stored its rows
+    votes: Any  # of the softmax of each Q tile and of the correction, see rescale.py
     found: Any  # of a pair: rows that are doubtful; else nothing of its own
     next: Any  # see schedule.py
     s: Any
@@ -133,6 +134,7 @@ def _allocate(call, config):
     out = gl.allocate_shared_memory(DTYPE, [2, 1, 1, ROWS, D], call.out_tiles.layout)
     stats = gl.allocate_shared_memory(gl.float32, [4, ROWS], layouts.numbers(ROWS, True))
     flags = gl.allocate_shared_memory(gl.int32, [2, 1], layouts.numbers(ROWS))
+    votes = gl.allocate_shared_memory(gl.int32, [3, 4], layouts.numbers(ROWS))
     found = flags
     if ROWS == 256:
         found = gl.allocate_shared_memory(gl.int8, [ROWS], layouts.numbers(ROWS, True))
@@ -145,7 +147,7 @@ def _allocate(call, config):
         _barriers(2, 1, False, config), _barriers(2, 1, False, config), _barriers(2, 1, False, config),
         _barriers(2, 1, False, config), _barriers(2, 1, False, config), _barriers(2, ROLES, False, config))
     fence_async_shared()
-    return Memory(q, kv, out, stats, flags, found, slots(config), s, o), bars
+    return Memory(q, kv, out, stats, flags, votes, found, slots(config), s, o), bars
 
 
 @gluon.jit(do_not_specialize=["heads_together", "q_len", "kv_len", "first_offset", "last_offset", "heads", "q_heads",

@@ -44,6 +44,12 @@ def one(rows, warps):
 
 
 @gluon.constexpr_function
+def words(rows):
+    """Of four numbers, each of one warp, of which every thread holds all."""
+    return gl.BlockedLayout([4], [32], [4], [0], **_pair(rows, [0]))
+
+
+@gluon.constexpr_function
 def numbers(rows, split=False):
     """Of numbers in shared memory, of which each CTA has its own, or, split, half."""
     return gl.SwizzledSharedLayout(1, 1, 1, [0], **_pair(rows, [int(split)]))

@@ -17,10 +17,18 @@ def _multiply(o, alpha, config):
 
 
 @gluon.jit
-def rescale(o, alpha, own, opened, config):
-    """opened: O holds something of this tile. own: the factors of the rows that this CTA has."""
+def any_row(found, votes, config):
+    """1 if it is true of one of 128 rows, else 0. votes: shared memory, a word for each warp. Gluon's own reduction
+    over warps keeps addresses and a predicate in registers through all loops, as sm_90's softmax.py says."""
+    votes.store(gl.max(found.to(gl.int32).reshape([4, 32]), 1))
+    return gl.max(votes.load(layouts.words(config.ROWS)), 0)
+
+
+@gluon.jit
+def rescale(o, alpha, own, opened, votes, config):
+    """opened: O holds something of this tile. own: the factors of the rows that this CTA has. votes: see `any_row`."""
     if config.BRANCH:
-        needed = gl.max(gl.where(own < 1.0, 1, 0), 0)
+        needed = any_row(own < 1.0, votes, config)
         if (needed > 0) & opened:
             _multiply(o, alpha, config)
     else:

@@ -138,7 +138,7 @@ def _visit(m, l, row, key, top, Q: gl.constexpr, buffer, phase, count, memory, b
     else:
         if config.S_BUFFERS == 3:  # as in the correction
             mbarrier.wait(bars.o_full.index(Q), (count & 1) ^ 1, pred=key < top)
-        rescale(memory.o.index(Q), alpha, alpha, key < top, config)
+        rescale(memory.o.index(Q), alpha, alpha, key < top, memory.votes.index(Q), config)
     early = rings.of_scores(bars.p_full, Q, buffer, config)
     p = layouts.probabilities(s, call.out.ptr.dtype.element_ty)
     chunks = _probabilities(tiles, m_new, p, early, Q, buffer, bars, call, config)

@@ -79,7 +79,11 @@ def reciprocal(x):
 
 @gluon.jit
 def here(x):
-    """x (int32), computed at this place and by itself. Left alone, the compiler prepares the masks before the loop over
-    tiles, merges into them what does not change, and keeps it in registers: at 160 registers 16 to 32 bytes of spills.
-    """
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+    """x (an integer), computed at this place and by itself. Left alone, the compiler prepares the masks before the loop
+    over tiles, merges into them what does not change, and keeps it in registers: at 160 registers 16 to 32 bytes of
+    spills."""
+    x = gl.to_tensor(x)
+    if x.dtype.primitive_bitwidth == 64:
+        return gl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [x], dtype=x.dtype, is_pure=False, pack=1)
+    else:
+        return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)

@@ -106,7 +106,12 @@ def own_row(span, config, W: gl.constexpr):
 def rows(span, row, L: gl.constexpr, call, config):
     """(query, head, inside) of a consumer's 64 rows, in layout L: the query, which for the first is `row`, the head,
     counted from the tile's first, and whether there is such a row. A pair of CTAs has two times 64 rows, 128 apart."""
-    own = gl.arange(0, 64 * gl.num_ctas(), L)
+    return numbered(span, row, gl.arange(0, 64 * gl.num_ctas(), L), call, config)
+
+
+@gluon.jit
+def numbered(span, row, own, call, config):
+    """The same of rows whose numbers, from 0 on, are `own`."""
     if gl.num_ctas() == 2:
         own += own // 64 * 64
     if config.HEADS == 1:

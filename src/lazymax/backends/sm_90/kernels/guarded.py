@@ -3,7 +3,9 @@
 The fused exponent is off when scores are huge, and a value of weight 0 still turns NaN or inf into NaN. Both show in
 the result; then this takes over, as in `kernels/forward.py`: the difference to the pivot is taken first, and values
 that are not finite are counted apart. It works from memory with the products of single warps, without shared memory
-and barriers, and sweeps all keys once for every 16 columns of O: the fast path must not pay registers for it.
+and barriers, and sweeps all keys once for every 16 columns of O: the fast path must not pay registers for it. So
+rows, keys and columns are numbered `here`: the kernel of sm_100, which inlines this, had them prepared before its loop
+over tiles, and the loops over columns unrolled.
 """
 
 from triton.experimental import gluon
@@ -12,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from ....kernels.softmax import NEVER
 from . import bounds, layouts, softmax
+from .assembly import here
 
 COLUMNS = gl.constexpr(16)  # of O in a sweep
 
@@ -21,12 +24,12 @@ def _scores(q_rows, q_inside, k_base, key, span, call, config):
     """(64, 16) raw, of the keys from `key` on, 16 columns of Q and K at a time."""
     A: gl.constexpr = layouts.small_operand(0, gl.num_ctas())
     B: gl.constexpr = layouts.small_operand(1, gl.num_ctas())
-    keys = key + gl.arange(0, 16, gl.SliceLayout(0, B))
+    keys = key + here(gl.arange(0, 16, gl.SliceLayout(0, B)))
     k_rows = k_base + keys.to(gl.int64) * call.k.row_stride
     s = gl.zeros([64 * gl.num_ctas(), 16], gl.float32, layouts.small(gl.num_ctas()))
-    for first in range(0, config.D, 16):
-        q_cols = first + gl.arange(0, 16, gl.SliceLayout(0, A))
-        k_cols = first + gl.arange(0, 16, gl.SliceLayout(1, B))
+    for first in range(0, here(config.D), 16):
+        q_cols = first + here(gl.arange(0, 16, gl.SliceLayout(0, A)))
+        k_cols = first + here(gl.arange(0, 16, gl.SliceLayout(1, B)))
         q = gl.load(q_rows[:, None] + q_cols[None, :], mask=q_inside[:, None] & (q_cols < config.D)[None, :], other=0.0)
         k_inside = (keys < span.kv_len)[None, :] & (k_cols < config.D)[:, None]
         k = gl.load(k_rows[None, :] + k_cols[:, None], mask=k_inside, other=0.0)
@@ -42,8 +45,8 @@ def _scores(q_rows, q_inside, k_base, key, span, call, config):
 def _values(v_base, key, first, span, call, config):
     """(16, COLUMNS) of V, from key `key` and column `first` on; keys past the end are 0."""
     B: gl.constexpr = layouts.small_operand(1, gl.num_ctas())
-    keys = key + gl.arange(0, 16, gl.SliceLayout(1, B))
-    cols = first + gl.arange(0, COLUMNS, gl.SliceLayout(0, B))
+    keys = key + here(gl.arange(0, 16, gl.SliceLayout(1, B)))
+    cols = first + here(gl.arange(0, COLUMNS, gl.SliceLayout(0, B)))
     rows = v_base + keys.to(gl.int64) * call.v.row_stride
     inside = (keys < span.kv_len)[:, None] & (cols < config.D_V)[None, :]
     return gl.load(rows[:, None] + cols[None, :], mask=inside, other=0.0)
@@ -113,11 +116,13 @@ def rewrite_rows(span, row, keys, call, config):
     kv_head = span.head // call.group
     bases = _slab(call.k, span.slab, kv_head, span.k_row), _slab(call.v, span.slab, kv_head, span.k_row)
     A: gl.constexpr = layouts.small_operand(0, gl.num_ctas())
-    query, head, q_inside = bounds.rows(span, row, gl.SliceLayout(1, A), call, config)
+    own = here(gl.arange(0, 64 * gl.num_ctas(), gl.SliceLayout(1, A)))
+    query, head, q_inside = bounds.numbered(span, row, own, call, config)
     q_rows = rows_of(call.q, span.slab, span, query, head)
-    query, head, inside = bounds.rows(span, row, gl.SliceLayout(1, L), call, config)
+    own = here(gl.arange(0, 64 * gl.num_ctas(), gl.SliceLayout(1, L)))
+    query, head, inside = bounds.numbered(span, row, own, call, config)
     out_rows = rows_of(call.out, span.out_slab, span, query, head)
-    for column in range(0, config.D_V, COLUMNS):
+    for column in range(0, here(config.D_V), COLUMNS):
         m, l, acc = _sweep(q_rows, q_inside, bases, row, column, keys, span, call, config)
         factor, lse = softmax.finish(m, l, call.scale_log2, call, span, config)
         cols = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, L))
