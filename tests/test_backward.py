@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -34,6 +34,15 @@ def tile(keys: tuple[int, int], queries: tuple[int, int], **options: Any) -> Bac
 
 SMALL, FLAT, TALL = tile((16, 16), (16, 16)), tile((16, 32), (16, 32)), tile((32, 16), (32, 16))
 LARGE = tile((32, 32), (32, 32), descriptors=True)
+
+
+def separate(row: BackwardTile, reload: bool = False) -> BackwardTile:
+    """The row with dK and dV in a launch each."""
+    return replace(row, keys=replace(row.keys, separate=True, reload=reload))
+
+
+APART, FAR_APART = separate(TALL), separate(LARGE, reload=True)
+ROWS = {"16x16": SMALL, "32x32": LARGE, "separate": APART, "separate, reload": FAR_APART}
 
 
 @dataclass(frozen=True)
@@ -139,9 +148,11 @@ BANDS = {
 
 @cases(
     *(
-        Case(f"{name} {q}x{k} {row.name[5:10]}", (1, 1, 1, q, k, 16), rules, row=row)
+        Case(f"{name} {q}x{k} {row.keys.name}", (1, 1, 1, q, k, 16), rules, row=row)
         for name, rules in BANDS.items()
-        for q, k, row in ((35, 50, SMALL), (50, 35, FLAT), (67, 35, TALL), (35, 67, LARGE))
+        for q, k, row in (
+            (35, 50, SMALL), (50, 35, FLAT), (67, 35, TALL), (35, 67, LARGE), (35, 50, APART), (67, 35, FAR_APART),
+        )
     )
 )
 def test_bands(case, device):
@@ -151,7 +162,7 @@ def test_bands(case, device):
 
 @cases(
     *(
-        Case(f"{hq} over {hkv}, {d} {dv} {SHORT[dtype]} {row.name[5:10]}", (b, hq, hkv, q, k, d, dv), rules, dtype, row)
+        Case(f"{hq} over {hkv}, {d} {dv} {SHORT[dtype]} {row.keys.name}", (b, hq, hkv, q, k, d, dv), rules, dtype, row)
         for (b, hq, hkv), (q, k), (d, dv), dtype, row, rules in (
             ((2, 4, 1), (19, 35), (16, 16), FP16, SMALL, {}),
             ((2, 6, 2), (35, 19), (8, 24), BF16, FLAT, dict(causal="top_left")),
@@ -161,6 +172,10 @@ def test_bands(case, device):
             ((1, 2, 2), (20, 17), (100, 33), FP32, SMALL, dict(window=(3, 9))),
             ((1, 1, 1), (9, 33), (192, 128), BF16, LARGE, {}),
             ((1, 1, 1), (33, 9), (256, 256), FP16, SMALL, {}),
+            ((2, 4, 1), (19, 35), (16, 16), FP16, APART, {}),
+            ((1, 6, 2), (35, 19), (8, 24), BF16, FAR_APART, dict(causal="top_left")),
+            ((1, 2, 1), (17, 40), (100, 33), FP32, APART, dict(window=(3, 9))),
+            ((1, 1, 1), (9, 33), (192, 128), BF16, FAR_APART, {}),
         )
     )
 )
@@ -177,7 +192,7 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("row", [SMALL, LARGE], ids=["pointers", "descriptors"])
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize("orders", ORDERS.values(), ids=ORDERS)
 def test_strides(orders, row, device):
     check(Case("", (2, 4, 2, 19, 35, 16), dict(causal="top_left"), FP16, row, orders), device)
@@ -189,7 +204,7 @@ def test_scales(scale, dtype, device):
     check(Case("", (1, 2, 1, 20, 35, 16), dict(scale=scale, causal="top_left"), dtype), device)
 
 
-@pytest.mark.parametrize("row", [SMALL, LARGE], ids=["pointers", "descriptors"])
+@pytest.mark.parametrize("row", [SMALL, LARGE, APART], ids=["pointers", "descriptors", "separate"])
 def test_a_gradient_of_stride_0(row, device):
     q, k, v = testing.make_qkv(2, 2, 1, 19, 35, 16, device=device)
     extras, rules = parse_options(q, causal="top_left")
@@ -253,12 +268,12 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("row", [SMALL, LARGE], ids=["16x16", "32x32"])
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize("name", FEATURES)
 def test_features(name, row, device):
     options = FEATURES[name]
     sizes = (1 if "cu_seqlens_q" in options else B, H, 1, Q, K, 16)
-    dtype = FP32 if row is SMALL else BF16
+    dtype = FP32 if row in (SMALL, APART) else BF16
     # The LSE of a row of the lowest number has no room for a derivative that anyone could check.
     check(Case("", sizes, options, dtype, row, lse="float mask" not in name), device)
 
@@ -266,57 +281,92 @@ def test_features(name, row, device):
 # ---- what may hide ----
 
 
+TOGETHER_OR_NOT = pytest.mark.parametrize("row", [SMALL, APART], ids=["together", "separate"])
+
+
+@TOGETHER_OR_NOT
 @pytest.mark.parametrize("value", [NAN, INF])
 @pytest.mark.parametrize(
     "options", [dict(causal="top_left"), dict(seqlens_k=torch.tensor([9])),
                 dict(attn_mask=(torch.arange(35) < 9)[None])], ids=["causal", "lengths", "bool mask"]
 )  # fmt: skip
-def test_hidden_keys_reach_no_gradient(options, value, device):
+def test_hidden_keys_reach_no_gradient(options, value, row, device):
     q, k, v = testing.make_qkv(1, 2, 1, 9, 35, 16, dtype=FP32, device=device)
     extras, rules = parse_options(q, **moved(options, device))
     problem = Problem.from_tensors(q, k, v, extras, rules, return_lse=True)
     d_out = normal(1, 2, 9, 16).to(device)
-    want = by_row(SMALL, d_out, None, (q, k, v), problem, extras, rules)
+    want = by_row(row, d_out, None, (q, k, v), problem, extras, rules)
     k, v = k.clone(), v.clone()
     k[:, :, 9:], v[:, :, 9:] = value, -value
-    got = by_row(SMALL, d_out, None, (q, k, v), problem, extras, rules)
+    got = by_row(row, d_out, None, (q, k, v), problem, extras, rules)
     for what, x, y in zip(("dq", "dk", "dv"), got, want, strict=False):
         budget = testing.within_budget(x, y.double(), y.clone(), eps=testing.EPS[FP32], what=what)
         assert budget.ok, budget
     assert (got[1][:, :, 9:] == 0).all() and (got[2][:, :, 9:] == 0).all()
 
 
-def test_a_visible_nan_arrives(device):
+@TOGETHER_OR_NOT
+def test_a_visible_nan_arrives(row, device):
     q, k, v = testing.make_qkv(1, 1, 1, 20, 35, 16, dtype=FP32, device=device)
     v[:, :, 30] = NAN
     extras, rules = parse_options(q)
     problem = Problem.from_tensors(q, k, v, extras, rules, return_lse=True)
-    dq, dk, *_ = by_row(SMALL, torch.ones_like(q), None, (q, k, v), problem, extras, rules)
+    dq, dk, *_ = by_row(row, torch.ones_like(q), None, (q, k, v), problem, extras, rules)
     assert dq.isnan().all() and dk.isnan().any()
 
 
-def test_scores_beyond_the_fused_exponent(device):
+@TOGETHER_OR_NOT
+def test_scores_beyond_the_fused_exponent(row, device):
     """To 1e9: dV is exact; dQ and dK cancel to 0, and what is left of them goes by the size of K and Q."""
     size = 3e4
     q, k, v, extras, rules = call_of(Case("", (1, 2, 1, 20, 35, 16), size=size), device)
     problem = Problem.from_tensors(q, k, v, extras, rules, return_lse=True)
     d_out = normal(1, 2, 20, 16).to(device)
-    dq, dk, dv, *_ = by_row(SMALL, d_out, None, (q, k, v), problem, extras, rules)
+    dq, dk, dv, *_ = by_row(row, d_out, None, (q, k, v), problem, extras, rules)
     made = testing.check_gradients([dq, dk, dv, *[q.new_empty(0)] * 3], d_out, None, q, k, v, problem, extras)
     assert made[2].ok, made[2]
     assert max(dq.abs().max(), dk.abs().max()) <= 1e-4 * size
 
 
-def test_rows_without_keys_pass_no_gradient_on(device):
+@TOGETHER_OR_NOT
+def test_rows_without_keys_pass_no_gradient_on(row, device):
     """Whatever the gradient of their LSE of -inf came out as."""
     q, k, v, extras, rules = call_of(Case("", (1, 2, 2, 35, 17, 16), dict(causal="bottom_right")), device)
     problem = Problem.from_tensors(q, k, v, extras, rules, return_lse=True)
     d_out, d_lse = normal(1, 2, 35, 16).to(device), normal(1, 2, 35).to(device)
-    want = by_row(SMALL, d_out, d_lse, (q, k, v), problem, extras, rules)
+    want = by_row(row, d_out, d_lse, (q, k, v), problem, extras, rules)
     d_lse[:, :, :18] = NAN
-    got = by_row(SMALL, d_out, d_lse, (q, k, v), problem, extras, rules)
+    got = by_row(row, d_out, d_lse, (q, k, v), problem, extras, rules)
     assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
     assert (got[0][:, :, :18] == 0).all()
+
+
+def test_separate_launches_are_careful_each_by_its_own_sums(device, monkeypatch):
+    """An inf in a query that sees keys makes their scores NaN or inf, hence all sums; one in a visible value is in dP
+    alone, so that dV is what it was without it, to the bit."""
+    q, k, v = testing.make_qkv(1, 1, 1, 20, 35, 16, dtype=FP32, device=device)
+    extras, rules = parse_options(q)
+    problem = Problem.from_tensors(q, k, v, extras, rules, return_lse=True)
+    d_out = normal(1, 1, 20, 16).to(device)
+    saved = ops_backward.Saved(*lazymax.attention(q, k, v, return_lse=True))
+    found = []
+    for value in (v, torch.cat([torch.full_like(v[:, :, :1], INF), v[:, :, 1:]], 2)):
+        found.append(by_row(APART, d_out, None, (q, k, value), problem, extras, rules, saved))
+    assert torch.equal(found[0][2], found[1][2]) and found[1][1].isnan().any()
+
+
+@pytest.mark.parametrize("row", [FLAT, LARGE], ids=["pointers", "descriptors"])
+def test_separate_launches_give_the_bits_of_one(row, device):
+    """The same products of the same tiles, in the same order, in the interpreter."""
+    q, k, v, extras, rules = call_of(Case("", (1, 4, 2, 35, 50, 16), dict(causal="bottom_right"), BF16), device)
+    problem = Problem.from_tensors(q, k, v, extras, rules, return_lse=True)
+    d_out = normal(1, 4, 35, 16).to(device, BF16)
+    one, two, again = (
+        by_row(of, d_out, None, (q, k, v), problem, extras, rules) for of in (row, *[separate(row)] * 2)
+    )
+    assert all(torch.equal(x, y) for x, y in zip(two, again, strict=True))
+    if device == "cpu":
+        assert all(torch.equal(x, y) for x, y in zip(one, two, strict=True))
 
 
 # ---- the same bits ----

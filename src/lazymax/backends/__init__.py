@@ -153,11 +153,13 @@ class Half:
     num_stages: int
     max_registers: int | None = None
     reload: bool = False  # of dK and dV: K and V come anew for each tile of queries instead of staying in registers
+    separate: bool = False  # dK and dV in a launch each: five products for four, but half of the sums in registers
 
     @property
     def name(self) -> str:
         more = f"-r{self.max_registers}" if self.max_registers else ""
         more += "-reload" if self.reload else ""
+        more += "-separate" if self.separate else ""
         return f"{self.block_m}x{self.block_n}-w{self.num_warps}-s{self.num_stages}{more}"
 
 
@@ -181,9 +183,10 @@ class BackwardTile:
 
     def describe(self) -> str:
         """One line for `explain`."""
+        of_keys = "dK and dV, in a launch each," if self.keys.separate else "dK and dV"
         halves = (
             f"{what} {half.block_m} queries x {half.block_n} keys, {half.num_warps} warps, {half.num_stages} stages"
-            for what, half in (("dK and dV", self.keys), ("dQ", self.queries))
+            for what, half in ((of_keys, self.keys), ("dQ", self.queries))
         )
         return f"{'; '.join(halves)}; loads by {'descriptor' if self.descriptors else 'pointer'}"
 

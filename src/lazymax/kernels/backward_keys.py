@@ -1,6 +1,9 @@
 """The kernel of dK and dV: a program has BLOCK_N keys, walks the query tiles that see them, for every query head of the
 group, and holds its tiles turned (keys along the first dimension), so that P^T and dS^T go from registers into the next
 product. See backward.py.
+
+A launch computes both or one of them, the other being None and its sums an empty tuple. Two launches do five products
+for four, with half of the sums in registers.
 """
 
 import triton
@@ -10,14 +13,28 @@ from . import backward, bounds, gradients, memory, products, sequences
 
 
 @triton.jit
-def _load_keys(inputs, tiles, span, kv_head, first_col, ROWS: tl.constexpr, config, DESCRIPTOR: tl.constexpr):
-    """K and V of a program's keys."""
+def _load_keys(inputs, tiles, span, kv_head, first_col, ROWS: tl.constexpr, config, DESCRIPTOR: tl.constexpr,
+               FOR_DK: tl.constexpr):
+    """K and V of a program's keys; dV alone needs no V."""
     at, end = span.k_row + first_col, span.k_row + span.kv_len
     k = memory.load_pieces(inputs.k, tiles.k, span.slab, kv_head, at, end, ROWS, True, config, config.D,
                            config.D_PIECES, DESCRIPTOR)
-    v = memory.load_pieces(inputs.v, tiles.v, span.slab, kv_head, at, end, ROWS, True, config, config.D_V,
-                           config.DV_PIECES, DESCRIPTOR)
+    v = ()
+    if FOR_DK:
+        v = memory.load_pieces(inputs.v, tiles.v, span.slab, kv_head, at, end, ROWS, True, config, config.D_V,
+                               config.DV_PIECES, DESCRIPTOR)
     return k, v
+
+
+@triton.jit
+def _no_sums(d_k, d_v, ROWS: tl.constexpr, config):
+    """dK and dV before the first query: tuples, empty if they are not wanted."""
+    dk, dv = (), ()
+    if d_k is not None:
+        dk = gradients.zeros(ROWS, config.D_PIECES)
+    if d_v is not None:
+        dv = gradients.zeros(ROWS, config.DV_PIECES)
+    return dk, dv
 
 
 @triton.jit
@@ -44,19 +61,21 @@ def _sweep_queries(keys, values, inputs, tiles, stats, span, head, first_col, st
         k, v = keys, values
         if config.RELOAD and not GUARDED:
             k, v = _load_keys(inputs, tiles, span, head // config.GROUP, first_col + i * nothing, BLOCK_N, config,
-                              DESCRIPTOR)
+                              DESCRIPTOR, len(dk) > 0)
         s = products.scores(k, q, config.PRECISION, config.UPCAST)
         p = gradients.probabilities(s, row, modifiers, span, head, m, first_col, scale_log2, config, EDGE, EXACT, True)
         keep = gradients.kept(modifiers, span, head, m, first_col, BLOCK_M, p.shape[0], True)
-        weight = tl.where(keep, p, 0.0) if modifiers.seed is not None else p
-        weight = products.narrow(weight, d_out[0].dtype, config.UPCAST)
-        dv = products.weighted(weight, d_out, dv, config.PRECISION, config.UPCAST, False)
-        dp = products.scores(v, d_out, config.PRECISION, config.UPCAST)
-        ds = gradients.of_scores(p, dp, keep, row, modifiers, config, EDGE, True)
-        ds = gradients.of_biased(ds, s, modifiers, span, head, m, first_col, config, EDGE, True)
-        ds = gradients.of_products(ds, s, modifiers, config)
-        ds = products.narrow(ds, q[0].dtype, config.UPCAST)
-        dk = products.weighted(ds, gradients.clean(q, GUARDED), dk, config.PRECISION, config.UPCAST, False)
+        if len(dv) > 0:
+            weight = tl.where(keep, p, 0.0) if modifiers.seed is not None else p
+            weight = products.narrow(weight, d_out[0].dtype, config.UPCAST)
+            dv = products.weighted(weight, d_out, dv, config.PRECISION, config.UPCAST, False)
+        if len(dk) > 0:
+            dp = products.scores(v, d_out, config.PRECISION, config.UPCAST)
+            ds = gradients.of_scores(p, dp, keep, row, modifiers, config, EDGE, True)
+            ds = gradients.of_biased(ds, s, modifiers, span, head, m, first_col, config, EDGE, True)
+            ds = gradients.of_products(ds, s, modifiers, config)
+            ds = products.narrow(ds, q[0].dtype, config.UPCAST)
+            dk = products.weighted(ds, gradients.clean(q, GUARDED), dk, config.PRECISION, config.UPCAST, False)
     return dk, dv
 
 
@@ -64,19 +83,21 @@ def _sweep_queries(keys, values, inputs, tiles, stats, span, head, first_col, st
 def _finish_keys(dk, dv, d_k, d_v, span, kv_head, first_col, end, scale, modifiers, config):
     at = span.k_row + first_col
     growth = modifiers.growth if modifiers.seed is not None else 1.0
-    gradients.store(d_k, span, kv_head, at, span.k_row + end, dk, scale, config.D, config.D_PIECES, config)
-    gradients.store(d_v, span, kv_head, at, span.k_row + end, dv, growth, config.D_V, config.DV_PIECES, config)
+    if d_k is not None:
+        gradients.store(d_k, span, kv_head, at, span.k_row + end, dk, scale, config.D, config.D_PIECES, config)
+    if d_v is not None:
+        gradients.store(d_v, span, kv_head, at, span.k_row + end, dv, growth, config.D_V, config.DV_PIECES, config)
 
 
 @triton.jit(noinline=True)
 def guarded_keys(inputs, d_k, d_v, stats, span, kv_head, first_col, end, scale_log2, scale, modifiers, config):
-    """Compute dK and dV of the tile once more, as `backward.guarded_queries` does dQ: every query, every mask."""
+    """Compute what is wanted of dK and dV of the tile once more, as `backward.guarded_queries` does dQ: every query, every mask."""
     tiles = backward.Tiles((None, None), (None, None), (None, None), (None, None))
     for c in tl.range(0, config.BLOCK_N, backward.GUARD_N):
         first = first_col + c
-        k, v = _load_keys(inputs, tiles, span, kv_head, first, backward.GUARD_N, config, False)
-        dk = gradients.zeros(backward.GUARD_N, config.D_PIECES)
-        dv = gradients.zeros(backward.GUARD_N, config.DV_PIECES)
+        k, v = _load_keys(inputs, tiles, span, kv_head, first, backward.GUARD_N, config, False,
+                          d_k is not None)
+        dk, dv = _no_sums(d_k, d_v, backward.GUARD_N, config)
         for g in tl.range(0, config.GROUP):
             dk, dv = _sweep_queries(k, v, inputs, tiles, stats, span, kv_head * config.GROUP + g, first, 0, 0, 0,
                                     span.q_len, dk, dv, scale_log2, modifiers, config, backward.GUARD_M,
@@ -89,7 +110,8 @@ def attention_backward_keys(inputs, q_tiles, k_tiles, v_tiles, g_tiles, q_tails,
                             stats, scale_log2, scale, q_len, kv_len, first_offset, last_offset, n_tiles, n_heads,
                             together, lengths, modifiers, config):
     """dK and dV of one key tile of one key head, summed over the query heads of its group in registers. Grid: (key
-    heads * n_tiles, batch), or (key heads * slots, 1) if packed. d_k, d_v: `memory.View`; the rest as above."""
+    heads * n_tiles, batch), or (key heads * slots, 1) if packed. d_k, d_v: `memory.View`, or None for one of them, which
+    another launch computes; the rest as above."""
     BLOCK_M: tl.constexpr = config.BLOCK_M
     BLOCK_N: tl.constexpr = config.BLOCK_N
     tiles = backward.Tiles((q_tiles, q_tails), (k_tiles, k_tails), (v_tiles, v_tails), (g_tiles, g_tails))
@@ -105,9 +127,9 @@ def attention_backward_keys(inputs, q_tiles, k_tiles, v_tiles, g_tiles, q_tails,
         inner_stop = start
     k, v = (), ()
     if not config.RELOAD:
-        k, v = _load_keys(inputs, tiles, span, kv_head, first_col, BLOCK_N, config, config.DESCRIPTOR)
-    dk = gradients.zeros(BLOCK_N, config.D_PIECES)
-    dv = gradients.zeros(BLOCK_N, config.DV_PIECES)
+        k, v = _load_keys(inputs, tiles, span, kv_head, first_col, BLOCK_N, config, config.DESCRIPTOR,
+                          d_k is not None)
+    dk, dv = _no_sums(d_k, d_v, BLOCK_N, config)
     for g in tl.range(0, config.GROUP):
         head = kv_head * config.GROUP + g
         dk, dv = _sweep_queries(k, v, inputs, tiles, stats, span, head, first_col, start, inner_start, inner_stop, stop,
@@ -115,5 +137,5 @@ def attention_backward_keys(inputs, q_tiles, k_tiles, v_tiles, g_tiles, q_tails,
         dk, dv = _sweep_queries(k, v, inputs, tiles, stats, span, head, first_col, inner_start, inner_stop, stop, stop,
                                 dk, dv, scale_log2, modifiers, config, BLOCK_M, BLOCK_N, False, False)
     _finish_keys(dk, dv, d_k, d_v, span, kv_head, first_col, end, scale, modifiers, config)
-    if tl.maximum(gradients.suspect(dk), gradients.suspect(dv)) > 0:
+    if gradients.suspect(dk + dv) > 0:
         guarded_keys(inputs, d_k, d_v, stats, span, kv_head, first_col, end, scale_log2, scale, modifiers, config)

@@ -52,7 +52,7 @@ class ToCompile(NamedTuple):
 
 @dataclass(slots=True)
 class _Kernel:
-    """One of the two main kernels."""
+    """A launch of one of the two main kernels."""
 
     function: Any
     config: backward.Config
@@ -69,7 +69,7 @@ class BackwardLaunch:
 
     problem: Problem
     queries: _Kernel
-    keys: _Kernel
+    keys: tuple[_Kernel, ...]  # of dK and dV, or of dV and of dK
     descriptors: bool
     scalars: tuple[Any, ...]
     prepared: tuple[Any, ...]  # constexprs of gradients.prepare
@@ -96,10 +96,11 @@ class BackwardLaunch:
         by_keys = p.slots(tile.keys.block_n, of_keys=True)
         by_queries = p.slots(tile.queries.block_m)
         scale_log2 = LOG2E if p.modified else positive_scale(p)
+        of_keys = partial(kernel, backward_keys.attention_backward_keys, tile.keys, by_keys, p.kv_heads, kv_len)
         return cls(
             problem=p,
             queries=kernel(backward.attention_backward_queries, tile.queries, by_queries, p.q_heads, q_len),
-            keys=kernel(backward_keys.attention_backward_keys, tile.keys, by_keys, p.kv_heads, kv_len),
+            keys=(of_keys(), of_keys()) if tile.keys.separate else (of_keys(),),
             descriptors=tile.descriptors,
             scalars=(scale_log2, p.scale, q_len, kv_len, p.first_offset or 0, p.last_offset or 0),
             prepared=tuple(map(constant, (PREPARED_ROWS, shared["DV_PIECES"], p.v_head_dim, p.wide))),
@@ -119,6 +120,12 @@ class BackwardLaunch:
             lengths, modifiers = lengths_of(self.problem, extras), modifiers_of(self.problem, extras)
         made = (backward.Inputs(*inputs), *self._described(kernel, inputs), *outputs, stats)
         return (*made, *self.scalars, *kernel.shape, lengths, modifiers, kernel.config)
+
+    def of_keys(self, dk: Any, dv: Any) -> list[tuple[str, _Kernel, tuple[Any, Any]]]:
+        """(name, kernel, outputs) of the launches that fill dk and dv."""
+        if len(self.keys) == 1:
+            return [("dkdv", self.keys[0], (dk, dv))]
+        return [("dv", self.keys[0], (None, dv)), ("dk", self.keys[1], (dk, None))]
 
     def _described(self, kernel: _Kernel, inputs: Sequence[View]) -> tuple[Any, ...]:
         """Descriptors of the first pieces of q, k, v and d_out, then of their tails."""
@@ -163,7 +170,7 @@ class BackwardLaunch:
         n_rows = q.shape[2]
         arguments = (of_out, of_inputs[3], lse, d_lse, of_stats, None, n_rows, n_rows, 0, *self.prepared, NO_SUMS)
         self.binary = run(gradients.prepare, grid, self.binary, arguments, **PREPARE_OPTIONS)
-        for kernel, outputs in ((self.queries, (dq, of_slopes)), (self.keys, (dk, dv))):
+        for _, kernel, outputs in (("dq", self.queries, (dq, of_slopes)), *self.of_keys(dk, dv)):
             arguments = self.arguments(kernel, of_inputs, outputs, of_stats, extras)
             kernel.binary = run(kernel.function, (*kernel.grid, 1), kernel.binary, arguments, **kernel.options)
         d_mask = self._of_mask(of_inputs, of_stats, extras) if of_mask else None
@@ -191,7 +198,8 @@ class BackwardLaunch:
             make = partial(self.arguments, kernel, inputs, outputs, stats, extras)
             return ToCompile(name, f"{name}-{half.name}-{loads}", kernel.function, make, kernel.options)
 
-        found = [main("dkdv", tile.keys, self.keys, (k, v)), main("dq", tile.queries, self.queries, (q, d_slopes))]
+        found = [main(name, tile.keys, kernel, outputs) for name, kernel, outputs in self.of_keys(k, v)]
+        found.append(main("dq", tile.queries, self.queries, (q, d_slopes)))
         if extras.mask is not None and extras.mask.is_floating_point():
             kernel = backward_mask.attention_backward_mask
             row = f"dmask-{tile.queries.name}-{loads}"
