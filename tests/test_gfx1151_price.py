@@ -137,4 +137,4 @@ def test_the_price_of_the_backward() -> None:
     """The arithmetic: two kernels at the full speed of the matrix unit do seven products for five."""
     full = [{"table": kernel, "head_dim": 128, "dtype": "bf16", "cycles_per_unit": 36.15 * n * 128}
             for kernel, n in backward.PRODUCTS.items()]  # fmt: skip
-    assert backward.floor_of_both(full, 128, "bf16") == pytest.approx(43.51 * 5 / 7)
+    assert backward.floor_of_all(full, 128, "bf16") == pytest.approx(43.51 * 5 / 7)

@@ -13,17 +13,15 @@ from . import backward, bounds, gradients, memory, products, sequences
 
 
 @triton.jit
-def _load_keys(inputs, tiles, span, kv_head, first_col, ROWS: tl.constexpr, config, DESCRIPTOR: tl.constexpr,
-               FOR_DK: tl.constexpr):
-    """K and V of a program's keys; dV alone needs no V."""
-    at, end = span.k_row + first_col, span.k_row + span.kv_len
-    k = memory.load_pieces(inputs.k, tiles.k, span.slab, kv_head, at, end, ROWS, True, config, config.D,
-                           config.D_PIECES, DESCRIPTOR)
-    v = ()
-    if FOR_DK:
-        v = memory.load_pieces(inputs.v, tiles.v, span.slab, kv_head, at, end, ROWS, True, config, config.D_V,
-                               config.DV_PIECES, DESCRIPTOR)
-    return k, v
+def _load_k(inputs, tiles, span, kv_head, first_col, ROWS: tl.constexpr, config, DESCRIPTOR: tl.constexpr):
+    return memory.load_pieces(inputs.k, tiles.k, span.slab, kv_head, span.k_row + first_col, span.k_row + span.kv_len,
+                              ROWS, True, config, config.D, config.D_PIECES, DESCRIPTOR)
+
+
+@triton.jit
+def _load_v(inputs, tiles, span, kv_head, first_col, ROWS: tl.constexpr, config, DESCRIPTOR: tl.constexpr):
+    return memory.load_pieces(inputs.v, tiles.v, span.slab, kv_head, span.k_row + first_col, span.k_row + span.kv_len,
+                              ROWS, True, config, config.D_V, config.DV_PIECES, DESCRIPTOR)
 
 
 @triton.jit
@@ -44,10 +42,10 @@ def _sweep_queries(keys, values, inputs, tiles, stats, span, head, first_col, st
     """Add the query tiles of [start, middle) and of [resume, stop) to dk and dv."""
     EXACT: tl.constexpr = GUARDED or config.EXACT
     DESCRIPTOR: tl.constexpr = config.DESCRIPTOR and not GUARDED
+    RELOAD: tl.constexpr = config.RELOAD and not GUARDED
     row_end = span.q_row + span.q_len
     before = (middle - start) // BLOCK_M
-    # 0, which no compiler can know: it would take a load that is the same in each round out of the loop.
-    nothing = tl.num_programs(1) // 65536
+    nothing = backward.unknown_zero()
     for i in tl.range(0, before + (stop - resume + BLOCK_M - 1) // BLOCK_M):
         m = start + i * BLOCK_M
         if EDGE:
@@ -55,21 +53,27 @@ def _sweep_queries(keys, values, inputs, tiles, stats, span, head, first_col, st
         at = span.q_row + m
         q = memory.load_pieces(inputs.q, tiles.q, span.slab, head, at, row_end, BLOCK_M, EDGE, config, config.D,
                                config.D_PIECES, DESCRIPTOR)
-        d_out = memory.load_pieces(inputs.d_out, tiles.d_out, span.slab, head, at, row_end, BLOCK_M, EDGE, config,
-                                   config.D_V, config.DV_PIECES, DESCRIPTOR)
+        if not RELOAD:
+            d_out = memory.load_pieces(inputs.d_out, tiles.d_out, span.slab, head, at, row_end, BLOCK_M, EDGE, config,
+                                       config.D_V, config.DV_PIECES, DESCRIPTOR)
         row = gradients.load_row(stats, span, head, m, BLOCK_M, EDGE, EXACT)
         k, v = keys, values
-        if config.RELOAD and not GUARDED:
-            k, v = _load_keys(inputs, tiles, span, head // config.GROUP, first_col + i * nothing, BLOCK_N, config,
-                              DESCRIPTOR, len(dk) > 0)
+        if RELOAD:
+            k = _load_k(inputs, tiles, span, head // config.GROUP, first_col + i * nothing, BLOCK_N, config, DESCRIPTOR)
         s = products.scores(k, q, config.PRECISION, config.UPCAST)
         p = gradients.probabilities(s, row, modifiers, span, head, m, first_col, scale_log2, config, EDGE, EXACT, True)
         keep = gradients.kept(modifiers, span, head, m, first_col, BLOCK_M, p.shape[0], True)
+        if RELOAD:
+            d_out = memory.load_pieces(inputs.d_out, tiles.d_out, span.slab, head, at, row_end, BLOCK_M, EDGE, config,
+                                       config.D_V, config.DV_PIECES, DESCRIPTOR)
         if len(dv) > 0:
             weight = tl.where(keep, p, 0.0) if modifiers.seed is not None else p
             weight = products.narrow(weight, d_out[0].dtype, config.UPCAST)
             dv = products.weighted(weight, d_out, dv, config.PRECISION, config.UPCAST, False)
         if len(dk) > 0:
+            if RELOAD:
+                v = _load_v(inputs, tiles, span, head // config.GROUP, first_col + i * nothing, BLOCK_N, config,
+                            DESCRIPTOR)
             dp = products.scores(v, d_out, config.PRECISION, config.UPCAST)
             ds = gradients.of_scores(p, dp, keep, row, modifiers, config, EDGE, True)
             ds = gradients.of_biased(ds, s, modifiers, span, head, m, first_col, config, EDGE, True)
@@ -95,8 +99,8 @@ def guarded_keys(inputs, d_k, d_v, stats, span, kv_head, first_col, end, scale_l
     tiles = backward.Tiles((None, None), (None, None), (None, None), (None, None))
     for c in tl.range(0, config.BLOCK_N, backward.GUARD_N):
         first = first_col + c
-        k, v = _load_keys(inputs, tiles, span, kv_head, first, backward.GUARD_N, config, False,
-                          d_k is not None)
+        k = _load_k(inputs, tiles, span, kv_head, first, backward.GUARD_N, config, False)
+        v = _load_v(inputs, tiles, span, kv_head, first, backward.GUARD_N, config, False)
         dk, dv = _no_sums(d_k, d_v, backward.GUARD_N, config)
         for g in tl.range(0, config.GROUP):
             dk, dv = _sweep_queries(k, v, inputs, tiles, stats, span, kv_head * config.GROUP + g, first, 0, 0, 0,
@@ -127,8 +131,8 @@ def attention_backward_keys(inputs, q_tiles, k_tiles, v_tiles, g_tiles, q_tails,
         inner_stop = start
     k, v = (), ()
     if not config.RELOAD:
-        k, v = _load_keys(inputs, tiles, span, kv_head, first_col, BLOCK_N, config, config.DESCRIPTOR,
-                          d_k is not None)
+        k = _load_k(inputs, tiles, span, kv_head, first_col, BLOCK_N, config, config.DESCRIPTOR)
+        v = _load_v(inputs, tiles, span, kv_head, first_col, BLOCK_N, config, config.DESCRIPTOR)
     dk, dv = _no_sums(d_k, d_v, BLOCK_N, config)
     for g in tl.range(0, config.GROUP):
         head = kv_head * config.GROUP + g
