@@ -101,7 +101,7 @@ def _load_d_out(inputs, tiles, span, head, first_row, ROWS: tl.constexpr, config
 
 
 @triton.jit
-def _sweep_keys(queries, d_outs, row, inputs, tiles, stats, span, head, first_row, start, middle, resume, stop, dq, d_slope,
+def _sweep_keys(q, d_out, row, inputs, tiles, stats, span, head, first_row, start, middle, resume, stop, dq, d_slope,
                 scale_log2, modifiers, config, BLOCK_N: tl.constexpr, EDGE: tl.constexpr, GUARDED: tl.constexpr):
     """Add the key blocks of [start, middle) and of [resume, stop) to dq, and to d_slope, which is empty where the
     gradient of the slopes is not wanted."""
@@ -110,6 +110,7 @@ def _sweep_keys(queries, d_outs, row, inputs, tiles, stats, span, head, first_ro
     RELOAD: tl.constexpr = config.RELOAD and not GUARDED
     kv_head = head // config.GROUP
     key_end = span.k_row + span.kv_len
+    q_row, row_end = span.q_row + first_row, span.q_row + span.q_len
     nothing = unknown_zero()
     before = (middle - start) // BLOCK_N
     for i in tl.range(0, before + (stop - resume + BLOCK_N - 1) // BLOCK_N):
@@ -117,28 +118,34 @@ def _sweep_keys(queries, d_outs, row, inputs, tiles, stats, span, head, first_ro
         if EDGE:
             n = tl.where(i < before, n, resume + (i - before) * BLOCK_N)
         k_row = span.k_row + n
-        k = memory.load_pieces(inputs.k, tiles.k, span.slab, kv_head, k_row, key_end, BLOCK_N, EDGE, config, config.D,
-                               config.D_PIECES, DESCRIPTOR)
-        q, d_out = queries, d_outs
         if RELOAD:
-            q = _load_q(inputs, tiles, span, head, first_row + i * nothing, config.BLOCK_M, config, DESCRIPTOR)
+            of_q = memory.Rows(inputs.q, span.slab, head, q_row + i * nothing, row_end)
+            of_k = memory.Rows(inputs.k, span.slab, kv_head, k_row, key_end)
+            of_d_out = memory.Rows(inputs.d_out, span.slab, head, q_row + i * nothing, row_end)
+            of_v = memory.Rows(inputs.v, span.slab, kv_head, k_row, key_end)
+            s = products.scores_anew(of_q, of_k, config.BLOCK_M, BLOCK_N, True, EDGE, config, config.D, config.D_PIECES)
         else:
+            k = memory.load_pieces(inputs.k, tiles.k, span.slab, kv_head, k_row, key_end, BLOCK_N, EDGE, config,
+                                   config.D, config.D_PIECES, DESCRIPTOR)
             v = memory.load_pieces(inputs.v, tiles.v, span.slab, kv_head, k_row, key_end, BLOCK_N, EDGE, config,
                                    config.D_V, config.DV_PIECES, DESCRIPTOR)
-        s = products.scores(q, k, config.PRECISION, config.UPCAST)
+            s = products.scores(q, k, config.PRECISION, config.UPCAST)
         p = gradients.probabilities(s, row, modifiers, span, head, first_row, n, scale_log2, config, EDGE, EXACT, False)
         keep = gradients.kept(modifiers, span, head, first_row, n, p.shape[0], BLOCK_N, False)
         if RELOAD:
-            d_out = _load_d_out(inputs, tiles, span, head, first_row + i * nothing, config.BLOCK_M, config, DESCRIPTOR)
-            v = memory.load_pieces(inputs.v, tiles.v, span.slab, kv_head, k_row, key_end, BLOCK_N, EDGE, config,
-                                   config.D_V, config.DV_PIECES, DESCRIPTOR)
-        dp = products.scores(d_out, v, config.PRECISION, config.UPCAST)
+            dp = products.scores_anew(of_d_out, of_v, config.BLOCK_M, BLOCK_N, True, EDGE, config, config.D_V,
+                                      config.DV_PIECES)
+        else:
+            dp = products.scores(d_out, v, config.PRECISION, config.UPCAST)
         ds = gradients.of_scores(p, dp, keep, row, modifiers, config, EDGE, False)
         ds = gradients.of_biased(ds, s, modifiers, span, head, first_row, n, config, EDGE, False)
         if len(d_slope) == 1:
             place = scores.place_at(span, head, first_row, n, p.shape[0], BLOCK_N, EDGE)
             d_slope = (d_slope[0] - tl.sum(ds * scores.distance(span, place, False), 1),)
         ds = gradients.of_products(ds, s, modifiers, config)
+        if RELOAD:
+            again = memory.Rows(inputs.k, span.slab, kv_head, k_row + nothing, key_end)
+            k = memory.load_all(again, BLOCK_N, EDGE, config, config.D, config.D_PIECES)
         ds = products.narrow(ds, k[0].dtype, config.UPCAST)
         dq = products.weighted(ds, gradients.clean(k, GUARDED), dq, config.PRECISION, config.UPCAST, False)
     return dq, d_slope

@@ -36,7 +36,7 @@ def _no_sums(d_k, d_v, ROWS: tl.constexpr, config):
 
 
 @triton.jit
-def _sweep_queries(keys, values, inputs, tiles, stats, span, head, first_col, start, middle, resume, stop, dk, dv,
+def _sweep_queries(k, v, inputs, tiles, stats, span, head, first_col, start, middle, resume, stop, dk, dv,
                    scale_log2, modifiers, config, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EDGE: tl.constexpr,
                    GUARDED: tl.constexpr):
     """Add the query tiles of [start, middle) and of [resume, stop) to dk and dv."""
@@ -44,6 +44,7 @@ def _sweep_queries(keys, values, inputs, tiles, stats, span, head, first_col, st
     DESCRIPTOR: tl.constexpr = config.DESCRIPTOR and not GUARDED
     RELOAD: tl.constexpr = config.RELOAD and not GUARDED
     row_end = span.q_row + span.q_len
+    k_row, key_end, kv_head = span.k_row + first_col, span.k_row + span.kv_len, head // config.GROUP
     before = (middle - start) // BLOCK_M
     nothing = backward.unknown_zero()
     for i in tl.range(0, before + (stop - resume + BLOCK_M - 1) // BLOCK_M):
@@ -51,33 +52,39 @@ def _sweep_queries(keys, values, inputs, tiles, stats, span, head, first_col, st
         if EDGE:
             m = tl.where(i < before, m, resume + (i - before) * BLOCK_M)
         at = span.q_row + m
-        q = memory.load_pieces(inputs.q, tiles.q, span.slab, head, at, row_end, BLOCK_M, EDGE, config, config.D,
-                               config.D_PIECES, DESCRIPTOR)
-        if not RELOAD:
+        if RELOAD:
+            of_q = memory.Rows(inputs.q, span.slab, head, at, row_end)
+            of_k = memory.Rows(inputs.k, span.slab, kv_head, k_row + i * nothing, key_end)
+            of_v = memory.Rows(inputs.v, span.slab, kv_head, k_row + i * nothing, key_end)
+            of_d_out = memory.Rows(inputs.d_out, span.slab, head, at, row_end)
+            s = products.scores_anew(of_k, of_q, BLOCK_N, BLOCK_M, EDGE, EDGE, config, config.D, config.D_PIECES)
+        else:
+            q = memory.load_pieces(inputs.q, tiles.q, span.slab, head, at, row_end, BLOCK_M, EDGE, config, config.D,
+                                   config.D_PIECES, DESCRIPTOR)
             d_out = memory.load_pieces(inputs.d_out, tiles.d_out, span.slab, head, at, row_end, BLOCK_M, EDGE, config,
                                        config.D_V, config.DV_PIECES, DESCRIPTOR)
+            s = products.scores(k, q, config.PRECISION, config.UPCAST)
         row = gradients.load_row(stats, span, head, m, BLOCK_M, EDGE, EXACT)
-        k, v = keys, values
-        if RELOAD:
-            k = _load_k(inputs, tiles, span, head // config.GROUP, first_col + i * nothing, BLOCK_N, config, DESCRIPTOR)
-        s = products.scores(k, q, config.PRECISION, config.UPCAST)
         p = gradients.probabilities(s, row, modifiers, span, head, m, first_col, scale_log2, config, EDGE, EXACT, True)
         keep = gradients.kept(modifiers, span, head, m, first_col, BLOCK_M, p.shape[0], True)
-        if RELOAD:
-            d_out = memory.load_pieces(inputs.d_out, tiles.d_out, span.slab, head, at, row_end, BLOCK_M, EDGE, config,
-                                       config.D_V, config.DV_PIECES, DESCRIPTOR)
         if len(dv) > 0:
+            if RELOAD:
+                d_out = memory.load_all(of_d_out, BLOCK_M, EDGE, config, config.D_V, config.DV_PIECES)
             weight = tl.where(keep, p, 0.0) if modifiers.seed is not None else p
             weight = products.narrow(weight, d_out[0].dtype, config.UPCAST)
             dv = products.weighted(weight, d_out, dv, config.PRECISION, config.UPCAST, False)
         if len(dk) > 0:
             if RELOAD:
-                v = _load_v(inputs, tiles, span, head // config.GROUP, first_col + i * nothing, BLOCK_N, config,
-                            DESCRIPTOR)
-            dp = products.scores(v, d_out, config.PRECISION, config.UPCAST)
+                dp = products.scores_anew(of_v, of_d_out, BLOCK_N, BLOCK_M, EDGE, EDGE, config, config.D_V,
+                                          config.DV_PIECES)
+            else:
+                dp = products.scores(v, d_out, config.PRECISION, config.UPCAST)
             ds = gradients.of_scores(p, dp, keep, row, modifiers, config, EDGE, True)
             ds = gradients.of_biased(ds, s, modifiers, span, head, m, first_col, config, EDGE, True)
             ds = gradients.of_products(ds, s, modifiers, config)
+            if RELOAD:
+                again = memory.Rows(inputs.q, span.slab, head, at + nothing, row_end)
+                q = memory.load_all(again, BLOCK_M, EDGE, config, config.D, config.D_PIECES)
             ds = products.narrow(ds, q[0].dtype, config.UPCAST)
             dk = products.weighted(ds, gradients.clean(q, GUARDED), dk, config.PRECISION, config.UPCAST, False)
     return dk, dv
