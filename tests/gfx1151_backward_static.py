@@ -6,9 +6,9 @@ does with the kernels of every 16-bit row for the backward what gfx1151_static.p
 workgroup, two numbers of tiles, the difference priced. Causal, two query heads over one key head, lengths in multiples
 of 16; what differs are tiles without a mask. Emulated, not run on hardware.
 
-Unlike there, floor_tflops counts the products that the gradient needs (three of dQ, four of dK and dV; in a launch each
-three of dK and two of dV) and not those that waves repeat, and cycles_per_unit is of 64 queries and 64 keys of one head.
-`floor_of_all` puts the launches together.
+Unlike there, floor_tflops counts the products that the gradient needs (three of dQ, four of dK and dV; in a launch
+each, three of dK and two of dV) and not those that waves repeat, and cycles_per_unit is of 64 queries and 64 keys of
+one head. `floor_of_all` puts the launches together.
 """
 
 import sys

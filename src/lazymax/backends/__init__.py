@@ -152,10 +152,10 @@ class Half:
     num_warps: int
     num_stages: int
     max_registers: int | None = None
-    # What a program's products take of its own keys (queries: Q and dO) comes anew for each tile that it walks, and all
-    # when its product is due, instead of staying in registers.
+    # K and V (for dQ: Q and dO) come anew for each tile that a program walks instead of staying in registers, and every
+    # operand comes piece by piece when its product is due. Not with descriptors.
     reload: bool = False
-    columns: int | None = None  # of a piece of the head dimension at most; not with descriptors
+    columns: int | None = None  # of a piece of the head dimension at most. Not with descriptors
     separate: bool = False  # dK and dV in a launch each: five products for four, but half of the sums in registers
 
     @property

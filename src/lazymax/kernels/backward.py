@@ -35,7 +35,7 @@ class Config(NamedTuple):
     BOTTOM_RIGHT: Any
     DESCRIPTOR: Any  # q, k, v and d_out come through tensor descriptors, else through pointers
     EXACT: Any  # the exact exponent, see softmax.recompute: float masks (rows of the lowest number), and fp32
-    RELOAD: Any  # a program's own operands come anew in each round, each when its product is due, see Half
+    RELOAD: Any  # operands come when their product is due, a program's own anew in each round, see `backends.Half`
     PRECISION: Any
     UPCAST: Any
     WIDE: Any

@@ -39,7 +39,7 @@ def _no_sums(d_k, d_v, ROWS: tl.constexpr, config):
 def _sweep_queries(k, v, inputs, tiles, stats, span, head, first_col, start, middle, resume, stop, dk, dv,
                    scale_log2, modifiers, config, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EDGE: tl.constexpr,
                    GUARDED: tl.constexpr):
-    """Add the query tiles of [start, middle) and of [resume, stop) to dk and dv."""
+    """Add the query tiles of [start, middle) and of [resume, stop) to dk and dv. k, v: empty where they come anew."""
     EXACT: tl.constexpr = GUARDED or config.EXACT
     DESCRIPTOR: tl.constexpr = config.DESCRIPTOR and not GUARDED
     RELOAD: tl.constexpr = config.RELOAD and not GUARDED
@@ -102,7 +102,8 @@ def _finish_keys(dk, dv, d_k, d_v, span, kv_head, first_col, end, scale, modifie
 
 @triton.jit(noinline=True)
 def guarded_keys(inputs, d_k, d_v, stats, span, kv_head, first_col, end, scale_log2, scale, modifiers, config):
-    """Compute what is wanted of dK and dV of the tile once more, as `backward.guarded_queries` does dQ: every query, every mask."""
+    """Compute what is wanted of dK and dV of the tile once more, as `backward.guarded_queries` does dQ: every query,
+    every mask."""
     tiles = backward.Tiles((None, None), (None, None), (None, None), (None, None))
     for c in tl.range(0, config.BLOCK_N, backward.GUARD_N):
         first = first_col + c
@@ -121,7 +122,7 @@ def attention_backward_keys(inputs, q_tiles, k_tiles, v_tiles, g_tiles, q_tails,
                             stats, scale_log2, scale, q_len, kv_len, first_offset, last_offset, n_tiles, n_heads,
                             together, lengths, modifiers, config):
     """dK and dV of one key tile of one key head, summed over the query heads of its group in registers. Grid: (key
-    heads * n_tiles, batch), or (key heads * slots, 1) if packed. d_k, d_v: `memory.View`, or None for one of them, which
+    heads * n_tiles, batch), or (key heads * slots, 1) if packed. d_k, d_v: `memory.View`, or None for one of them that
     another launch computes; the rest as above."""
     BLOCK_M: tl.constexpr = config.BLOCK_M
     BLOCK_N: tl.constexpr = config.BLOCK_N

@@ -89,6 +89,7 @@ class BackwardLaunch:
         batches = 1 if p.packed else p.batch
 
         def kernel(function: Any, half: Half, tiles: int, heads: int, rows: int) -> _Kernel:
+            assert not (tile.descriptors and (half.reload or half.columns))
             own = {name: narrowed(shared[name], half.columns) for name in ("D_PIECES", "DV_PIECES")}
             own |= dict(BLOCK_M=half.block_m, BLOCK_N=half.block_n, RELOAD=half.reload)
             config = backward.Config(**shared | own)
