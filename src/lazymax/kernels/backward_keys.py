@@ -58,13 +58,14 @@ def _sweep_queries(k, v, inputs, tiles, stats, span, head, first_col, start, mid
             of_v = memory.Rows(inputs.v, span.slab, kv_head, k_row + i * nothing, key_end)
             of_d_out = memory.Rows(inputs.d_out, span.slab, head, at, row_end)
             s = products.scores_anew(of_k, of_q, BLOCK_N, BLOCK_M, EDGE, EDGE, config, config.D, config.D_PIECES)
+            row = gradients.load_row(stats, span, head, m, BLOCK_M, EDGE, EXACT)
         else:
             q = memory.load_pieces(inputs.q, tiles.q, span.slab, head, at, row_end, BLOCK_M, EDGE, config, config.D,
                                    config.D_PIECES, DESCRIPTOR)
             d_out = memory.load_pieces(inputs.d_out, tiles.d_out, span.slab, head, at, row_end, BLOCK_M, EDGE, config,
                                        config.D_V, config.DV_PIECES, DESCRIPTOR)
+            row = gradients.load_row(stats, span, head, m, BLOCK_M, EDGE, EXACT)
             s = products.scores(k, q, config.PRECISION, config.UPCAST)
-        row = gradients.load_row(stats, span, head, m, BLOCK_M, EDGE, EXACT)
         p = gradients.probabilities(s, row, modifiers, span, head, m, first_col, scale_log2, config, EDGE, EXACT, True)
         keep = gradients.kept(modifiers, span, head, m, first_col, BLOCK_M, p.shape[0], True)
         if len(dv) > 0:
