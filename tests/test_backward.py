@@ -469,6 +469,8 @@ def test_explain_tells_of_the_backward():
     text = str(lazymax.explain(shape=shape, arch="sm_80", show=False))
     assert "backward  triton:sm_80:dkdv-" in text and "dK and dV 64 queries x 64 keys" in text
     assert "the same bits from run to run, no atomics" in text
+    text = str(lazymax.explain(shape=shape, arch="gfx1151", show=False))
+    assert "-reload-c32-separate-dq-" in text and "dK and dV, in a launch each, 16 queries x 64 keys" in text
     text = str(lazymax.explain(shape=shape, arch="sm_90", show=False))
     assert "backward  triton:sm_90:ws-" in text and "all gradients in one kernel: 64 queries x 128 keys" in text
     assert "added up in the order in which programs finish; deterministic=True takes another row" in text
