@@ -2,12 +2,13 @@
 
     PYTHONPATH=src:tests python tests/gfx1151_backward_static.py [--write]
 
-does with both kernels of every 16-bit row for the backward what gfx1151_static.py does with the forward's: one
+does with the kernels of every 16-bit row for the backward what gfx1151_static.py does with the forward's: one
 workgroup, two numbers of tiles, the difference priced. Causal, two query heads over one key head, lengths in multiples
 of 16; what differs are tiles without a mask. Emulated, not run on hardware.
 
-Unlike there, floor_tflops counts the products that the gradient needs (three of dQ, four of dK and dV) and not those
-that waves repeat, and cycles_per_unit is of 64 queries and 64 keys of one head. `floor_of_both` puts the two together.
+Unlike there, floor_tflops counts the products that the gradient needs (three of dQ, four of dK and dV; in a launch
+each, three of dK and two of dV) and not those that waves repeat, and cycles_per_unit is of 64 queries and 64 keys of
+one head. `floor_of_all` puts the launches together.
 """
 
 import sys
@@ -37,7 +38,7 @@ FILE = Path(__file__).parent.parent / "benchmarks" / "results" / "gfx1151-backwa
 GROUP = 2
 TILES = 8, 12  # that a program walks; the diagonal lies in the first or last
 UNIT = 64  # queries, and keys
-PRODUCTS = {"dq": 3, "dkdv": 4}
+PRODUCTS = {"dq": 3, "dkdv": 4, "dk": 3, "dv": 2}
 FUSED = 5  # products that TFLOP/s of a backward count, by whatever kernels
 SHOWN = (
     "triton", "table", "row", "head_dim", "dtype", "floor_tflops", "wmma_share", "wmma_per_needed", "instructions",
@@ -61,7 +62,7 @@ class Entry:
 
     @property
     def half(self) -> Half:
-        return self.tile.keys if self.kernel == "dkdv" else self.tile.queries
+        return self.tile.queries if self.kernel == "dq" else self.tile.keys
 
     @property
     def key(self) -> tuple[str, str, str, str]:
@@ -69,14 +70,18 @@ class Entry:
         return self.kernel, self.half.name, str(self.dim), self.dtype
 
 
+def kernels_of(tile: BackwardTile) -> tuple[str, ...]:
+    return ("dq", "dv", "dk") if tile.keys.separate else ("dq", "dkdv")
+
+
 def entries() -> list[Entry]:
-    """Both kernels of the row that a problem selects."""
+    """The kernels of the row that a problem selects."""
     found = []
     for dim in DIMS:
         for dtype in ("fp16", "bf16"):
             problem = Problem.from_shape((1, GROUP, 1, 128, 128, dim), dtype, causal="bottom_right", return_lse=True)
             index = next(i for i, row in enumerate(rows_of("BACKWARD")) if row.refusal(problem, ARCH) is None)
-            found += [Entry(kernel, index, dim, dtype) for kernel in PRODUCTS]
+            found += [Entry(kernel, index, dim, dtype) for kernel in kernels_of(rows_of("BACKWARD")[index])]
     return found
 
 
@@ -90,10 +95,10 @@ def tflops(products: int, dim: int, cycles: float) -> float:
     return WMMA_TFLOPS * WMMA_CYCLES * needed(products, dim) / cycles
 
 
-def floor_of_both(lines: list[dict[str, Any]], dim: int, dtype: str) -> float:
-    """Of dQ, dK and dV, by the five products that others count too."""
+def floor_of_all(lines: list[dict[str, Any]], dim: int, dtype: str) -> float:
+    """Of dQ, dK and dV together, by the five products that others count too."""
     own = [line for line in lines if (str(line["head_dim"]), line["dtype"]) == (str(dim), dtype)]
-    assert {line["table"] for line in own} == set(PRODUCTS) and len(own) == len(PRODUCTS)
+    assert sorted(line["table"] for line in own) in (["dkdv", "dq"], ["dk", "dq", "dv"])
     return tflops(FUSED, dim, sum(float(line["cycles_per_unit"]) for line in own))
 
 
@@ -105,7 +110,7 @@ class Pricing:
 
     def run(self, entry: Entry, tiles: int, kernels: list[Any]) -> Any:
         """Execute one workgroup that walks so many tiles for each query head that it serves."""
-        of_keys, half = entry.kernel == "dkdv", entry.half
+        of_keys, half = entry.kernel != "dq", entry.half
         rows = tiles * half.block_m if of_keys else half.block_m
         keys = rows if of_keys else tiles * half.block_n
         shape = (1, GROUP, 1, rows, keys, entry.dim)
@@ -117,16 +122,17 @@ class Pricing:
         planes[gradients.REST.value] = lse * LOG2E
         planes[gradients.DELTA.value] = (out.float() * d_out.float()).sum(-1)
         launch = prepared(entry.tile, problem)
-        main = launch.keys if of_keys else launch.queries
         views = [View(t, *view_strides(t)) for t in (q, k, v, d_out)]
-        results = [View(t, *view_strides(t)) for t in map(aligned, (k, v) if of_keys else (q,))]
-        arguments = launch.arguments(main, views, (*results, None)[:2], stats_of(planes))
+        dq, dk, dv = (View(t, *view_strides(t)) for t in map(aligned, (q, k, v)))
+        launches = ("dq", launch.queries, (dq, None)), *launch.of_keys(dk, dv)
+        main, results = next((main, results) for name, main, results in launches if name == entry.kernel)
+        arguments = launch.arguments(main, views, results, stats_of(planes))
         kernels.append(self.emulated.build(main.function, arguments, main.options))
         return execute(kernels[-1], (*main.grid, 1), arguments, workgroups=((0, 0, 0), (1, 1, 1)))
 
     def price(self, entry: Entry) -> dict[str, Any]:
         half, kernels = entry.half, []  # type: ignore[var-annotated]
-        heads = GROUP if entry.kernel == "dkdv" else 1  # over which a program loops
+        heads = 1 if entry.kernel == "dq" else GROUP  # over which a program loops
         cost = main_loop(lambda tiles: self.run(entry, tiles, kernels), *TILES, waves=half.num_warps * heads)
         resources = static_resources(kernels[-1])
         per_unit = half.num_warps * UNIT**2 / (half.block_m * half.block_n)
@@ -150,8 +156,8 @@ def main() -> None:
         line = pricing.price(entry)
         lines.append(line)
         print(*(line[name] for name in SHOWN), flush=True)
-        if entry.kernel == "dkdv":
-            print(f"  both: {floor_of_both(lines, entry.dim, entry.dtype):.2f} TFLOP/s", flush=True)
+        if entry.kernel == kernels_of(entry.tile)[-1]:
+            print(f"  all: {floor_of_all(lines, entry.dim, entry.dtype):.2f} TFLOP/s", flush=True)
     if "--write" in sys.argv:
         price_table.write(FILE, lines)
 

@@ -36,13 +36,19 @@ SMALL, FLAT, TALL = tile((16, 16), (16, 16)), tile((16, 32), (16, 32)), tile((32
 LARGE = tile((32, 32), (32, 32), descriptors=True)
 
 
-def separate(row: BackwardTile, reload: bool = False) -> BackwardTile:
+def separate(row: BackwardTile) -> BackwardTile:
     """The row with dK and dV in a launch each."""
-    return replace(row, keys=replace(row.keys, separate=True, reload=reload))
+    return replace(row, keys=replace(row.keys, separate=True))
 
 
-APART, FAR_APART = separate(TALL), separate(LARGE, reload=True)
-ROWS = {"16x16": SMALL, "32x32": LARGE, "separate": APART, "separate, reload": FAR_APART}
+def anew(row: BackwardTile, columns: int | None) -> BackwardTile:
+    """The row with operands that come when they are due."""
+    halves = (replace(half, reload=True, columns=columns) for half in (row.keys, row.queries))
+    return replace(row, **dict(zip(("keys", "queries"), halves, strict=True)))
+
+
+APART, ANEW, BOTH = separate(LARGE), anew(TALL, None), separate(anew(FLAT, 16))
+ROWS = {"16x16": SMALL, "32x32": LARGE, "separate": APART, "reload": ANEW, "separate, reload": BOTH}
 
 
 @dataclass(frozen=True)
@@ -156,7 +162,8 @@ BANDS = {
             (67, 35, TALL),
             (35, 67, LARGE),
             (35, 50, APART),
-            (67, 35, FAR_APART),
+            (67, 35, ANEW),
+            (35, 67, BOTH),
         )
     )
 )
@@ -178,9 +185,9 @@ def test_bands(case, device):
             ((1, 1, 1), (9, 33), (192, 128), BF16, LARGE, {}),
             ((1, 1, 1), (33, 9), (256, 256), FP16, SMALL, {}),
             ((2, 4, 1), (19, 35), (16, 16), FP16, APART, {}),
-            ((1, 6, 2), (35, 19), (8, 24), BF16, FAR_APART, dict(causal="top_left")),
-            ((1, 2, 1), (17, 40), (100, 33), FP32, APART, dict(window=(3, 9))),
-            ((1, 1, 1), (9, 33), (192, 128), BF16, FAR_APART, {}),
+            ((1, 6, 2), (35, 19), (8, 24), BF16, ANEW, dict(causal="top_left")),
+            ((1, 2, 1), (17, 40), (100, 33), FP32, BOTH, dict(window=(3, 9))),
+            ((1, 1, 1), (9, 33), (192, 128), BF16, BOTH, {}),
         )
     )
 )
@@ -209,7 +216,7 @@ def test_scales(scale, dtype, device):
     check(Case("", (1, 2, 1, 20, 35, 16), dict(scale=scale, causal="top_left"), dtype), device)
 
 
-@pytest.mark.parametrize("row", [SMALL, LARGE, APART], ids=["pointers", "descriptors", "separate"])
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 def test_a_gradient_of_stride_0(row, device):
     q, k, v = testing.make_qkv(2, 2, 1, 19, 35, 16, device=device)
     extras, rules = parse_options(q, causal="top_left")
@@ -278,7 +285,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 def test_features(name, row, device):
     options = FEATURES[name]
     sizes = (1 if "cu_seqlens_q" in options else B, H, 1, Q, K, 16)
-    dtype = FP32 if row in (SMALL, APART) else BF16
+    dtype = FP32 if row in (SMALL, BOTH) else BF16
     # The LSE of a row of the lowest number has no room for a derivative that anyone could check.
     check(Case("", sizes, options, dtype, row, lse="float mask" not in name), device)
 
@@ -286,10 +293,10 @@ def test_features(name, row, device):
 # ---- what may hide ----
 
 
-TOGETHER_OR_NOT = pytest.mark.parametrize("row", [SMALL, APART], ids=["together", "separate"])
+HIDING = pytest.mark.parametrize("row", [SMALL, separate(SMALL), ANEW, BOTH], ids=lambda row: row.keys.name)
 
 
-@TOGETHER_OR_NOT
+@HIDING
 @pytest.mark.parametrize("value", [NAN, INF])
 @pytest.mark.parametrize(
     "options", [dict(causal="top_left"), dict(seqlens_k=torch.tensor([9])),
@@ -310,7 +317,7 @@ def test_hidden_keys_reach_no_gradient(options, value, row, device):
     assert (got[1][:, :, 9:] == 0).all() and (got[2][:, :, 9:] == 0).all()
 
 
-@TOGETHER_OR_NOT
+@HIDING
 def test_a_visible_nan_arrives(row, device):
     q, k, v = testing.make_qkv(1, 1, 1, 20, 35, 16, dtype=FP32, device=device)
     v[:, :, 30] = NAN
@@ -320,7 +327,7 @@ def test_a_visible_nan_arrives(row, device):
     assert dq.isnan().all() and dk.isnan().any()
 
 
-@TOGETHER_OR_NOT
+@HIDING
 def test_scores_beyond_the_fused_exponent(row, device):
     """To 1e9: dV is exact; dQ and dK cancel to 0, and what is left of them goes by the size of K and Q."""
     size = 3e4
@@ -333,7 +340,7 @@ def test_scores_beyond_the_fused_exponent(row, device):
     assert max(dq.abs().max(), dk.abs().max()) <= 1e-4 * size
 
 
-@TOGETHER_OR_NOT
+@HIDING
 def test_rows_without_keys_pass_no_gradient_on(row, device):
     """Whatever the gradient of their LSE of -inf came out as."""
     q, k, v, extras, rules = call_of(Case("", (1, 2, 2, 35, 17, 16), dict(causal="bottom_right")), device)
@@ -346,9 +353,9 @@ def test_rows_without_keys_pass_no_gradient_on(row, device):
     assert (got[0][:, :, :18] == 0).all()
 
 
-def test_separate_launches_are_careful_each_by_its_own_sums(device, monkeypatch):
-    """An inf in a query that sees keys makes their scores NaN or inf, hence all sums; one in a visible value is in dP
-    alone, so that dV is what it was without it, to the bit."""
+@pytest.mark.parametrize("row", [APART, BOTH], ids=["separate", "separate, reload"])
+def test_an_infinite_value_leaves_the_launch_of_dv_alone(row, device):
+    """It is in dP: dK is computed again, carefully, and dV is what it was, to the bit."""
     q, k, v = testing.make_qkv(1, 1, 1, 20, 35, 16, dtype=FP32, device=device)
     extras, rules = parse_options(q)
     problem = Problem.from_tensors(q, k, v, extras, rules, return_lse=True)
@@ -356,7 +363,7 @@ def test_separate_launches_are_careful_each_by_its_own_sums(device, monkeypatch)
     saved = ops_backward.Saved(*lazymax.attention(q, k, v, return_lse=True))
     found = []
     for value in (v, torch.cat([torch.full_like(v[:, :, :1], INF), v[:, :, 1:]], 2)):
-        found.append(by_row(APART, d_out, None, (q, k, value), problem, extras, rules, saved))
+        found.append(by_row(row, d_out, None, (q, k, value), problem, extras, rules, saved))
     assert torch.equal(found[0][2], found[1][2]) and found[1][1].isnan().any()
 
 
@@ -462,6 +469,8 @@ def test_explain_tells_of_the_backward():
     text = str(lazymax.explain(shape=shape, arch="sm_80", show=False))
     assert "backward  triton:sm_80:dkdv-" in text and "dK and dV 64 queries x 64 keys" in text
     assert "the same bits from run to run, no atomics" in text
+    text = str(lazymax.explain(shape=shape, arch="gfx1151", show=False))
+    assert "-reload-c32-separate-dq-" in text and "dK and dV, in a launch each, 16 queries x 64 keys" in text
     text = str(lazymax.explain(shape=shape, arch="sm_90", show=False))
     assert "backward  triton:sm_90:ws-" in text and "all gradients in one kernel: 64 queries x 128 keys" in text
     assert "added up in the order in which programs finish; deterministic=True takes another row" in text

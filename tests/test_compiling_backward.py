@@ -4,16 +4,19 @@ instruction in the loop, shared memory fits, no spills where the tables say so. 
 from typing import Any
 
 import pytest
+import triton
 
 from lazymax import arch as arches
 from lazymax.backends import registry
+from lazymax.compat import tritons
 
 # Registers (AMD) or bytes of stack (NVIDIA) that rows are known to spill; all others spill nothing. On sm_90 two loads
-# of 4 bytes stand in the loop, none on Triton 3.9; of the rows of 4 warps 24 bytes. On RDNA3 the price of what else
-# could be done is higher (docs/notes/backward.md): 294 registers of dK and dV at head dim 128; at 64 none in the
-# loops.
+# of 4 bytes stand in the loop, none on Triton 3.9; of the rows of 4 warps 24 bytes. On RDNA3 dK and dV at head dim 128,
+# none in the loop without a mask (docs/notes/backward.md#registers), and none at all from Triton 3.9 on.
 RDNA3 = ("gfx1151", "gfx1100", "gfx1101", "gfx1102", "gfx1103", "gfx1150")
-MAY_SPILL = {("sm_90", "D=128"): 64} | {(arch, f"D={dim}"): n for arch in RDNA3 for dim, n in ((64, 60), (128, 300))}
+MAY_SPILL = {("sm_90", "D=128"): 64}
+if tritons.release(triton.__version__) < (3, 9):
+    MAY_SPILL |= {(arch, "D=128"): 48 for arch in RDNA3}
 OWN = [name for name, backend in registry().items() if backend.backward and name != "portable"]
 
 
@@ -28,7 +31,7 @@ def check(lines: list[dict[str, Any]]) -> None:
             assert line["spills"] <= MAY_SPILL.get((line["arch"], size), 0), line
 
 
-@pytest.mark.parametrize("arch, head_dim", [("sm_90", 128), ("sm_100", 128), ("gfx1151", 64)])
+@pytest.mark.parametrize("arch, head_dim", [("sm_90", 128), ("sm_100", 128), ("gfx1151", 64), ("gfx1100", 128)])
 def test_sample(arch, head_dim, compiler):
     check(compiler.call("compiled:backward", [arch], [head_dim], ["bfloat16"], True, 1))
 

@@ -152,13 +152,17 @@ class Half:
     num_warps: int
     num_stages: int
     max_registers: int | None = None
-    reload: bool = False  # of dK and dV: K and V come anew for each tile of queries instead of staying in registers
+    # K and V (for dQ: Q and dO) come anew for each tile that a program walks instead of staying in registers, and every
+    # operand comes piece by piece when its product is due. Not with descriptors.
+    reload: bool = False
+    columns: int | None = None  # of a piece of the head dimension at most. Not with descriptors
     separate: bool = False  # dK and dV in a launch each: five products for four, but half of the sums in registers
 
     @property
     def name(self) -> str:
         more = f"-r{self.max_registers}" if self.max_registers else ""
         more += "-reload" if self.reload else ""
+        more += f"-c{self.columns}" if self.columns else ""
         more += "-separate" if self.separate else ""
         return f"{self.block_m}x{self.block_n}-w{self.num_warps}-s{self.num_stages}{more}"
 

@@ -35,7 +35,7 @@ class Config(NamedTuple):
     BOTTOM_RIGHT: Any
     DESCRIPTOR: Any  # q, k, v and d_out come through tensor descriptors, else through pointers
     EXACT: Any  # the exact exponent, see softmax.recompute: float masks (rows of the lowest number), and fp32
-    RELOAD: Any  # K and V of the keys' kernel come anew for each tile of queries instead of staying in registers
+    RELOAD: Any  # operands come when their product is due, a program's own anew in each round, see `backends.Half`
     PRECISION: Any
     UPCAST: Any
     WIDE: Any
@@ -83,34 +83,69 @@ def deal(index, n_tiles, n_heads, together):
 
 
 @triton.jit
+def unknown_zero():
+    """0, which no compiler can know: it would take a load that is the same in each round out of the loop."""
+    return tl.num_programs(1) // 65536
+
+
+@triton.jit
+def _load_q(inputs, tiles, span, head, first_row, ROWS: tl.constexpr, config, DESCRIPTOR: tl.constexpr):
+    return memory.load_pieces(inputs.q, tiles.q, span.slab, head, span.q_row + first_row, span.q_row + span.q_len, ROWS,
+                              True, config, config.D, config.D_PIECES, DESCRIPTOR)
+
+
+@triton.jit
+def _load_d_out(inputs, tiles, span, head, first_row, ROWS: tl.constexpr, config, DESCRIPTOR: tl.constexpr):
+    return memory.load_pieces(inputs.d_out, tiles.d_out, span.slab, head, span.q_row + first_row,
+                              span.q_row + span.q_len, ROWS, True, config, config.D_V, config.DV_PIECES, DESCRIPTOR)
+
+
+@triton.jit
 def _sweep_keys(q, d_out, row, inputs, tiles, stats, span, head, first_row, start, middle, resume, stop, dq, d_slope,
                 scale_log2, modifiers, config, BLOCK_N: tl.constexpr, EDGE: tl.constexpr, GUARDED: tl.constexpr):
     """Add the key blocks of [start, middle) and of [resume, stop) to dq, and to d_slope, which is empty where the
     gradient of the slopes is not wanted."""
     EXACT: tl.constexpr = GUARDED or config.EXACT
     DESCRIPTOR: tl.constexpr = config.DESCRIPTOR and not GUARDED
+    RELOAD: tl.constexpr = config.RELOAD and not GUARDED
     kv_head = head // config.GROUP
     key_end = span.k_row + span.kv_len
+    q_row, row_end = span.q_row + first_row, span.q_row + span.q_len
+    nothing = unknown_zero()
     before = (middle - start) // BLOCK_N
     for i in tl.range(0, before + (stop - resume + BLOCK_N - 1) // BLOCK_N):
         n = start + i * BLOCK_N
         if EDGE:
             n = tl.where(i < before, n, resume + (i - before) * BLOCK_N)
         k_row = span.k_row + n
-        k = memory.load_pieces(inputs.k, tiles.k, span.slab, kv_head, k_row, key_end, BLOCK_N, EDGE, config, config.D,
-                               config.D_PIECES, DESCRIPTOR)
-        v = memory.load_pieces(inputs.v, tiles.v, span.slab, kv_head, k_row, key_end, BLOCK_N, EDGE, config,
-                               config.D_V, config.DV_PIECES, DESCRIPTOR)
-        s = products.scores(q, k, config.PRECISION, config.UPCAST)
+        if RELOAD:
+            of_q = memory.Rows(inputs.q, span.slab, head, q_row + i * nothing, row_end)
+            of_k = memory.Rows(inputs.k, span.slab, kv_head, k_row, key_end)
+            of_d_out = memory.Rows(inputs.d_out, span.slab, head, q_row + i * nothing, row_end)
+            of_v = memory.Rows(inputs.v, span.slab, kv_head, k_row, key_end)
+            s = products.scores_anew(of_q, of_k, config.BLOCK_M, BLOCK_N, True, EDGE, config, config.D, config.D_PIECES)
+        else:
+            k = memory.load_pieces(inputs.k, tiles.k, span.slab, kv_head, k_row, key_end, BLOCK_N, EDGE, config,
+                                   config.D, config.D_PIECES, DESCRIPTOR)
+            v = memory.load_pieces(inputs.v, tiles.v, span.slab, kv_head, k_row, key_end, BLOCK_N, EDGE, config,
+                                   config.D_V, config.DV_PIECES, DESCRIPTOR)
+            s = products.scores(q, k, config.PRECISION, config.UPCAST)
         p = gradients.probabilities(s, row, modifiers, span, head, first_row, n, scale_log2, config, EDGE, EXACT, False)
         keep = gradients.kept(modifiers, span, head, first_row, n, p.shape[0], BLOCK_N, False)
-        dp = products.scores(d_out, v, config.PRECISION, config.UPCAST)
+        if RELOAD:
+            dp = products.scores_anew(of_d_out, of_v, config.BLOCK_M, BLOCK_N, True, EDGE, config, config.D_V,
+                                      config.DV_PIECES)
+        else:
+            dp = products.scores(d_out, v, config.PRECISION, config.UPCAST)
         ds = gradients.of_scores(p, dp, keep, row, modifiers, config, EDGE, False)
         ds = gradients.of_biased(ds, s, modifiers, span, head, first_row, n, config, EDGE, False)
         if len(d_slope) == 1:
             place = scores.place_at(span, head, first_row, n, p.shape[0], BLOCK_N, EDGE)
             d_slope = (d_slope[0] - tl.sum(ds * scores.distance(span, place, False), 1),)
         ds = gradients.of_products(ds, s, modifiers, config)
+        if RELOAD:
+            again = memory.Rows(inputs.k, span.slab, kv_head, k_row + nothing, key_end)
+            k = memory.load_all(again, BLOCK_N, EDGE, config, config.D, config.D_PIECES)
         ds = products.narrow(ds, k[0].dtype, config.UPCAST)
         dq = products.weighted(ds, gradients.clean(k, GUARDED), dq, config.PRECISION, config.UPCAST, False)
     return dq, d_slope
@@ -166,14 +201,10 @@ def guarded_queries(inputs, out, d_slopes, stats, span, head, first_row, start, 
     """Compute dQ of the tile once more, the careful way and in small pieces: this cold path must not cost the hot one
     its registers. Leaves its exact statistics for the other kernel."""
     tiles = Tiles((None, None), (None, None), (None, None), (None, None))
-    row_end = span.q_row + span.q_len
     for r in tl.range(0, config.BLOCK_M, GUARD_M):
         first = first_row + r
-        at = span.q_row + first
-        q = memory.load_pieces(inputs.q, None, span.slab, head, at, row_end, GUARD_M, True, config, config.D,
-                               config.D_PIECES, False)
-        d_out = memory.load_pieces(inputs.d_out, None, span.slab, head, at, row_end, GUARD_M, True, config, config.D_V,
-                                   config.DV_PIECES, False)
+        q = _load_q(inputs, tiles, span, head, first, GUARD_M, config, False)
+        d_out = _load_d_out(inputs, tiles, span, head, first, GUARD_M, config, False)
         row = gradients.load_row(stats, span, head, first, GUARD_M, True, False)
         pivot, rest = _exact_statistics(q, inputs, stats, span, head, first, start, stop, scale_log2, lengths,
                                         modifiers, config, tiles, GUARD_N, False)
@@ -205,14 +236,11 @@ def attention_backward_queries(inputs, q_tiles, k_tiles, v_tiles, g_tiles, q_tai
     span, tile = sequences.locate((slot, tl.program_id(1)), q_len, kv_len, first_offset, last_offset, lengths, BLOCK_M,
                                   config.BOTTOM_RIGHT)
     first_row = tile * BLOCK_M
-    at, row_end = span.q_row + first_row, span.q_row + span.q_len
     start, inner_start, inner_stop, stop = bounds.kv_range(first_row, tl.minimum(first_row + BLOCK_M, span.q_len) - 1,
                                                            span.kv_len, span.first_offset, span.last_offset, BLOCK_N,
                                                            config.HAS_FIRST, config.HAS_LAST)
-    q = memory.load_pieces(inputs.q, tiles.q, span.slab, head, at, row_end, BLOCK_M, True, config, config.D,
-                           config.D_PIECES, config.DESCRIPTOR)
-    d_out = memory.load_pieces(inputs.d_out, tiles.d_out, span.slab, head, at, row_end, BLOCK_M, True, config,
-                               config.D_V, config.DV_PIECES, config.DESCRIPTOR)
+    q = _load_q(inputs, tiles, span, head, first_row, BLOCK_M, config, config.DESCRIPTOR)
+    d_out = _load_d_out(inputs, tiles, span, head, first_row, BLOCK_M, config, config.DESCRIPTOR)
     row = gradients.load_row(stats, span, head, first_row, BLOCK_M, True, False)
     if config.EXACT:
         pivot, rest = _exact_statistics(q, inputs, stats, span, head, first_row, start, stop, scale_log2, lengths,

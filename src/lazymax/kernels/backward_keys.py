@@ -13,17 +13,15 @@ from . import backward, bounds, gradients, memory, products, sequences
 
 
 @triton.jit
-def _load_keys(inputs, tiles, span, kv_head, first_col, ROWS: tl.constexpr, config, DESCRIPTOR: tl.constexpr,
-               FOR_DK: tl.constexpr):
-    """K and V of a program's keys; dV alone needs no V."""
-    at, end = span.k_row + first_col, span.k_row + span.kv_len
-    k = memory.load_pieces(inputs.k, tiles.k, span.slab, kv_head, at, end, ROWS, True, config, config.D,
-                           config.D_PIECES, DESCRIPTOR)
-    v = ()
-    if FOR_DK:
-        v = memory.load_pieces(inputs.v, tiles.v, span.slab, kv_head, at, end, ROWS, True, config, config.D_V,
-                               config.DV_PIECES, DESCRIPTOR)
-    return k, v
+def _load_k(inputs, tiles, span, kv_head, first_col, ROWS: tl.constexpr, config, DESCRIPTOR: tl.constexpr):
+    return memory.load_pieces(inputs.k, tiles.k, span.slab, kv_head, span.k_row + first_col, span.k_row + span.kv_len,
+                              ROWS, True, config, config.D, config.D_PIECES, DESCRIPTOR)
+
+
+@triton.jit
+def _load_v(inputs, tiles, span, kv_head, first_col, ROWS: tl.constexpr, config, DESCRIPTOR: tl.constexpr):
+    return memory.load_pieces(inputs.v, tiles.v, span.slab, kv_head, span.k_row + first_col, span.k_row + span.kv_len,
+                              ROWS, True, config, config.D_V, config.DV_PIECES, DESCRIPTOR)
 
 
 @triton.jit
@@ -38,42 +36,56 @@ def _no_sums(d_k, d_v, ROWS: tl.constexpr, config):
 
 
 @triton.jit
-def _sweep_queries(keys, values, inputs, tiles, stats, span, head, first_col, start, middle, resume, stop, dk, dv,
+def _sweep_queries(k, v, inputs, tiles, stats, span, head, first_col, start, middle, resume, stop, dk, dv,
                    scale_log2, modifiers, config, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EDGE: tl.constexpr,
                    GUARDED: tl.constexpr):
-    """Add the query tiles of [start, middle) and of [resume, stop) to dk and dv."""
+    """Add the query tiles of [start, middle) and of [resume, stop) to dk and dv. k, v: empty where they come anew."""
     EXACT: tl.constexpr = GUARDED or config.EXACT
     DESCRIPTOR: tl.constexpr = config.DESCRIPTOR and not GUARDED
+    RELOAD: tl.constexpr = config.RELOAD and not GUARDED
     row_end = span.q_row + span.q_len
+    k_row, key_end, kv_head = span.k_row + first_col, span.k_row + span.kv_len, head // config.GROUP
     before = (middle - start) // BLOCK_M
-    # 0, which no compiler can know: it would take a load that is the same in each round out of the loop.
-    nothing = tl.num_programs(1) // 65536
+    nothing = backward.unknown_zero()
     for i in tl.range(0, before + (stop - resume + BLOCK_M - 1) // BLOCK_M):
         m = start + i * BLOCK_M
         if EDGE:
             m = tl.where(i < before, m, resume + (i - before) * BLOCK_M)
         at = span.q_row + m
-        q = memory.load_pieces(inputs.q, tiles.q, span.slab, head, at, row_end, BLOCK_M, EDGE, config, config.D,
-                               config.D_PIECES, DESCRIPTOR)
-        d_out = memory.load_pieces(inputs.d_out, tiles.d_out, span.slab, head, at, row_end, BLOCK_M, EDGE, config,
-                                   config.D_V, config.DV_PIECES, DESCRIPTOR)
-        row = gradients.load_row(stats, span, head, m, BLOCK_M, EDGE, EXACT)
-        k, v = keys, values
-        if config.RELOAD and not GUARDED:
-            k, v = _load_keys(inputs, tiles, span, head // config.GROUP, first_col + i * nothing, BLOCK_N, config,
-                              DESCRIPTOR, len(dk) > 0)
-        s = products.scores(k, q, config.PRECISION, config.UPCAST)
+        if RELOAD:
+            of_q = memory.Rows(inputs.q, span.slab, head, at, row_end)
+            of_k = memory.Rows(inputs.k, span.slab, kv_head, k_row + i * nothing, key_end)
+            of_v = memory.Rows(inputs.v, span.slab, kv_head, k_row + i * nothing, key_end)
+            of_d_out = memory.Rows(inputs.d_out, span.slab, head, at, row_end)
+            s = products.scores_anew(of_k, of_q, BLOCK_N, BLOCK_M, EDGE, EDGE, config, config.D, config.D_PIECES)
+            row = gradients.load_row(stats, span, head, m, BLOCK_M, EDGE, EXACT)
+        else:
+            q = memory.load_pieces(inputs.q, tiles.q, span.slab, head, at, row_end, BLOCK_M, EDGE, config, config.D,
+                                   config.D_PIECES, DESCRIPTOR)
+            d_out = memory.load_pieces(inputs.d_out, tiles.d_out, span.slab, head, at, row_end, BLOCK_M, EDGE, config,
+                                       config.D_V, config.DV_PIECES, DESCRIPTOR)
+            row = gradients.load_row(stats, span, head, m, BLOCK_M, EDGE, EXACT)
+            s = products.scores(k, q, config.PRECISION, config.UPCAST)
         p = gradients.probabilities(s, row, modifiers, span, head, m, first_col, scale_log2, config, EDGE, EXACT, True)
         keep = gradients.kept(modifiers, span, head, m, first_col, BLOCK_M, p.shape[0], True)
         if len(dv) > 0:
+            if RELOAD:
+                d_out = memory.load_all(of_d_out, BLOCK_M, EDGE, config, config.D_V, config.DV_PIECES)
             weight = tl.where(keep, p, 0.0) if modifiers.seed is not None else p
             weight = products.narrow(weight, d_out[0].dtype, config.UPCAST)
             dv = products.weighted(weight, d_out, dv, config.PRECISION, config.UPCAST, False)
         if len(dk) > 0:
-            dp = products.scores(v, d_out, config.PRECISION, config.UPCAST)
+            if RELOAD:
+                dp = products.scores_anew(of_v, of_d_out, BLOCK_N, BLOCK_M, EDGE, EDGE, config, config.D_V,
+                                          config.DV_PIECES)
+            else:
+                dp = products.scores(v, d_out, config.PRECISION, config.UPCAST)
             ds = gradients.of_scores(p, dp, keep, row, modifiers, config, EDGE, True)
             ds = gradients.of_biased(ds, s, modifiers, span, head, m, first_col, config, EDGE, True)
             ds = gradients.of_products(ds, s, modifiers, config)
+            if RELOAD:
+                again = memory.Rows(inputs.q, span.slab, head, at + nothing, row_end)
+                q = memory.load_all(again, BLOCK_M, EDGE, config, config.D, config.D_PIECES)
             ds = products.narrow(ds, q[0].dtype, config.UPCAST)
             dk = products.weighted(ds, gradients.clean(q, GUARDED), dk, config.PRECISION, config.UPCAST, False)
     return dk, dv
@@ -96,8 +108,8 @@ def guarded_keys(inputs, d_k, d_v, stats, span, kv_head, first_col, end, scale_l
     tiles = backward.Tiles((None, None), (None, None), (None, None), (None, None))
     for c in tl.range(0, config.BLOCK_N, backward.GUARD_N):
         first = first_col + c
-        k, v = _load_keys(inputs, tiles, span, kv_head, first, backward.GUARD_N, config, False,
-                          d_k is not None)
+        k = _load_k(inputs, tiles, span, kv_head, first, backward.GUARD_N, config, False)
+        v = _load_v(inputs, tiles, span, kv_head, first, backward.GUARD_N, config, False)
         dk, dv = _no_sums(d_k, d_v, backward.GUARD_N, config)
         for g in tl.range(0, config.GROUP):
             dk, dv = _sweep_queries(k, v, inputs, tiles, stats, span, kv_head * config.GROUP + g, first, 0, 0, 0,
@@ -111,8 +123,8 @@ def attention_backward_keys(inputs, q_tiles, k_tiles, v_tiles, g_tiles, q_tails,
                             stats, scale_log2, scale, q_len, kv_len, first_offset, last_offset, n_tiles, n_heads,
                             together, lengths, modifiers, config):
     """dK and dV of one key tile of one key head, summed over the query heads of its group in registers. Grid: (key
-    heads * n_tiles, batch), or (key heads * slots, 1) if packed. d_k, d_v: `memory.View`, or None for one of them,
-    which another launch computes; the rest as above."""
+    heads * n_tiles, batch), or (key heads * slots, 1) if packed. d_k, d_v: `memory.View`, or None for one of them that
+    another launch computes; the rest as above."""
     BLOCK_M: tl.constexpr = config.BLOCK_M
     BLOCK_N: tl.constexpr = config.BLOCK_N
     tiles = backward.Tiles((q_tiles, q_tails), (k_tiles, k_tails), (v_tiles, v_tails), (g_tiles, g_tails))
@@ -128,8 +140,8 @@ def attention_backward_keys(inputs, q_tiles, k_tiles, v_tiles, g_tiles, q_tails,
         inner_stop = start
     k, v = (), ()
     if not config.RELOAD:
-        k, v = _load_keys(inputs, tiles, span, kv_head, first_col, BLOCK_N, config, config.DESCRIPTOR,
-                          d_k is not None)
+        k = _load_k(inputs, tiles, span, kv_head, first_col, BLOCK_N, config, config.DESCRIPTOR)
+        v = _load_v(inputs, tiles, span, kv_head, first_col, BLOCK_N, config, config.DESCRIPTOR)
     dk, dv = _no_sums(d_k, d_v, BLOCK_N, config)
     for g in tl.range(0, config.GROUP):
         head = kv_head * config.GROUP + g

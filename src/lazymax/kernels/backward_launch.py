@@ -23,6 +23,7 @@ from .launch import (
     launch_options,
     lengths_of,
     modifiers_of,
+    narrowed,
     positive_scale,
     rebased,
     run,
@@ -88,7 +89,10 @@ class BackwardLaunch:
         batches = 1 if p.packed else p.batch
 
         def kernel(function: Any, half: Half, tiles: int, heads: int, rows: int) -> _Kernel:
-            config = backward.Config(BLOCK_M=half.block_m, BLOCK_N=half.block_n, RELOAD=half.reload, **shared)
+            assert not (tile.descriptors and (half.reload or half.columns))
+            own = {name: narrowed(shared[name], half.columns) for name in ("D_PIECES", "DV_PIECES")}
+            own |= dict(BLOCK_M=half.block_m, BLOCK_N=half.block_n, RELOAD=half.reload)
+            config = backward.Config(**shared | own)
             together = max(1, min(heads, ROWS_TOGETHER // max(1, rows)))
             options = launch_options(half.num_warps, half.num_stages, half.max_registers)
             return _Kernel(function, constant(config), (heads * tiles, batches), (tiles, heads, together), options)

@@ -42,6 +42,13 @@ def pieces(dim: int, least: int, least_tail: int = LEAST_TAIL) -> tuple[tuple[in
     return ((0, whole),) if main < least or main + tail >= whole else ((0, main), (main, tail))
 
 
+def narrowed(whole: tuple[tuple[int, int], ...], columns: int | None) -> tuple[tuple[int, int], ...]:
+    """The pieces in ones of so many columns at most, a power of two."""
+    if columns is None:
+        return whole
+    return tuple((at, min(n, columns)) for first, n in whole for at in range(first, first + n, columns))
+
+
 def view_strides(t: torch.Tensor, dims: int = 3) -> tuple[int, ...]:
     """Strides of the first dimensions, for a `View`. Those of size 1 are free; 0 keeps them from making another
     build."""

@@ -75,6 +75,31 @@ def load_pieces(view, tiles, batch, head, start, n_rows, ROWS: tl.constexpr, CHE
     return pieces
 
 
+class Rows(NamedTuple):
+    """Rows of one head from start on, to be loaded through pointers; 0 from end on."""
+
+    view: Any
+    batch: Any
+    head: Any
+    start: Any
+    end: Any
+
+
+@triton.jit
+def load_piece(rows, ROWS: tl.constexpr, CHECK: tl.constexpr, config, N_COLS: tl.constexpr, PIECE):
+    return load_tile(rows.view, rows.batch, rows.head, rows.start, rows.end, N_COLS, ROWS, PIECE[1], CHECK, config.WIDE,
+                     PIECE[0])
+
+
+@triton.jit
+def load_all(rows, ROWS: tl.constexpr, CHECK: tl.constexpr, config, N_COLS: tl.constexpr, PIECES):
+    """As `load_pieces`."""
+    pieces = ()
+    for i in tl.static_range(len(PIECES)):
+        pieces = pieces + (load_piece(rows, ROWS, CHECK, config, N_COLS, PIECES[i]),)
+    return pieces
+
+
 @triton.jit
 def store_tile(view, batch, head, start, n_rows, tile, N_COLS: tl.constexpr, WIDE: tl.constexpr,
                FIRST: tl.constexpr = 0):

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from . import memory
+
 
 @triton.jit
 def dot(a, b, acc, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
@@ -21,6 +23,18 @@ def scores(q, k, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     s = dot(q[0], k[0].T, None, PRECISION, UPCAST)
     for i in tl.static_range(1, len(q)):
         s = dot(q[i], k[i].T, s, PRECISION, UPCAST)
+    return s
+
+
+@triton.jit
+def scores_anew(q, k, Q_ROWS: tl.constexpr, K_ROWS: tl.constexpr, Q_CHECK: tl.constexpr, K_CHECK: tl.constexpr, config,
+                N_COLS: tl.constexpr, PIECES):
+    """The same of `memory.Rows`, piece by piece, so that one of each is in registers at a time."""
+    s = dot(memory.load_piece(q, Q_ROWS, Q_CHECK, config, N_COLS, PIECES[0]),
+            memory.load_piece(k, K_ROWS, K_CHECK, config, N_COLS, PIECES[0]).T, None, config.PRECISION, config.UPCAST)
+    for i in tl.static_range(1, len(PIECES)):
+        s = dot(memory.load_piece(q, Q_ROWS, Q_CHECK, config, N_COLS, PIECES[i]),
+                memory.load_piece(k, K_ROWS, K_CHECK, config, N_COLS, PIECES[i]).T, s, config.PRECISION, config.UPCAST)
     return s
 
 

@@ -206,18 +206,8 @@ class HopperBackwardLaunch:
         to_sum = (work.sums, work.odd, done, left, tiles, p.q_heads, self.sums * p.group, constant(self.width))
         of_queries = (*to_sum, of_inputs, dq, stats, *rest, portable.queries.config)
         blocks = p.batch * p.kv_heads * self.blocks
-        of_keys = (
-            work.found,
-            self.blocks,
-            p.kv_heads,
-            blocks,
-            of_inputs,
-            dk,
-            dv,
-            stats,
-            *rest,
-            portable.keys[0].config,
-        )
+        to_find = (work.found, self.blocks, p.kv_heads, blocks)
+        of_keys = (*to_find, of_inputs, dk, dv, stats, *rest, portable.keys[0].config)
         return [
             (gradients.prepare, (p.q_heads, self.rows // PREPARED_ROWS, p.batch), to_prepare, PREPARE_OPTIONS),
             (attention_backward, grid, main, self.options),
