@@ -144,8 +144,8 @@ def _sweep_keys(q, d_out, row, inputs, tiles, stats, span, head, first_row, star
             d_slope = (d_slope[0] - tl.sum(ds * scores.distance(span, place, False), 1),)
         ds = gradients.of_products(ds, s, modifiers, config)
         if RELOAD:
-            again = memory.Rows(inputs.k, span.slab, kv_head, k_row + nothing, key_end)
-            k = memory.load_all(again, BLOCK_N, EDGE, config, config.D, config.D_PIECES)
+            k = memory.load_pieces(inputs.k, None, span.slab, kv_head, k_row + nothing, key_end, BLOCK_N, EDGE, config,
+                                   config.D, config.D_PIECES, False)
         ds = products.narrow(ds, k[0].dtype, config.UPCAST)
         dq = products.weighted(ds, gradients.clean(k, GUARDED), dq, config.PRECISION, config.UPCAST, False)
     return dq, d_slope

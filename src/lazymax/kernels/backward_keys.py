@@ -70,7 +70,8 @@ def _sweep_queries(k, v, inputs, tiles, stats, span, head, first_col, start, mid
         keep = gradients.kept(modifiers, span, head, m, first_col, BLOCK_M, p.shape[0], True)
         if len(dv) > 0:
             if RELOAD:
-                d_out = memory.load_all(of_d_out, BLOCK_M, EDGE, config, config.D_V, config.DV_PIECES)
+                d_out = memory.load_pieces(inputs.d_out, None, span.slab, head, at, row_end, BLOCK_M, EDGE, config,
+                                           config.D_V, config.DV_PIECES, False)
             weight = tl.where(keep, p, 0.0) if modifiers.seed is not None else p
             weight = products.narrow(weight, d_out[0].dtype, config.UPCAST)
             dv = products.weighted(weight, d_out, dv, config.PRECISION, config.UPCAST, False)
@@ -84,8 +85,8 @@ def _sweep_queries(k, v, inputs, tiles, stats, span, head, first_col, start, mid
             ds = gradients.of_biased(ds, s, modifiers, span, head, m, first_col, config, EDGE, True)
             ds = gradients.of_products(ds, s, modifiers, config)
             if RELOAD:
-                again = memory.Rows(inputs.q, span.slab, head, at + nothing, row_end)
-                q = memory.load_all(again, BLOCK_M, EDGE, config, config.D, config.D_PIECES)
+                q = memory.load_pieces(inputs.q, None, span.slab, head, at + nothing, row_end, BLOCK_M, EDGE, config,
+                                       config.D, config.D_PIECES, False)
             ds = products.narrow(ds, q[0].dtype, config.UPCAST)
             dk = products.weighted(ds, gradients.clean(q, GUARDED), dk, config.PRECISION, config.UPCAST, False)
     return dk, dv

@@ -92,15 +92,6 @@ def load_piece(rows, ROWS: tl.constexpr, CHECK: tl.constexpr, config, N_COLS: tl
 
 
 @triton.jit
-def load_all(rows, ROWS: tl.constexpr, CHECK: tl.constexpr, config, N_COLS: tl.constexpr, PIECES):
-    """As `load_pieces`."""
-    pieces = ()
-    for i in tl.static_range(len(PIECES)):
-        pieces = pieces + (load_piece(rows, ROWS, CHECK, config, N_COLS, PIECES[i]),)
-    return pieces
-
-
-@triton.jit
 def store_tile(view, batch, head, start, n_rows, tile, N_COLS: tl.constexpr, WIDE: tl.constexpr,
                FIRST: tl.constexpr = 0):
     """Write the rows and columns of `tile`, which begins at column FIRST, that the tensor has."""
