@@ -69,6 +69,8 @@ def backward_of(make: Make, grad_out: torch.Tensor, stream: "torch.cuda.Stream |
     def made(case: Case, problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Ready:
         leaves = [t.detach().requires_grad_() for t in (q, k, v)]
         forward = make(case, problem, *leaves)
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream())  # which makes the inputs
         # A compiled backward would reuse what the graph keeps for the next run.
         with torch.cuda.stream(stream), forward.context(), functorch_config.patch(donated_buffer=False):
             out = forward.run()

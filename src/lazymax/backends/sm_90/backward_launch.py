@@ -74,10 +74,11 @@ class HopperBackwardLaunch:
     width: int
     rows: int  # of a head, in whole tiles
     blocks: int  # of keys, of a head
-    together: int  # heads that are worked on side by side, a group
-    lead: int  # how many CTAs later a part of a sum is finished
-    finished: int  # groups, from the first on, whose dQ later CTAs make; the rest is left to `finish_queries`
-    ring: int  # groups that have sums at a time
+    # See `arrange`.
+    together: int = 1  # heads that are worked on side by side, a group
+    lead: int = 0  # how many CTAs later a part of a sum is finished
+    finished: int = 0  # groups, from the first on, whose dQ later CTAs make; the rest is left to `finish_queries`
+    ring: int = 0  # groups that have sums at a time
     strides: list[tuple[int, ...]] | None = None  # of the views of q, k, v, d_out, out, dq, dk and dv
     tiles: list[TensorDescriptor] | None = None  # of the first call's tensors
     binaries: list[Callable[..., None] | None] | None = None
@@ -108,10 +109,6 @@ class HopperBackwardLaunch:
             width=tile.width,
             rows=-(-p.q_len // block_m) * block_m,
             blocks=blocks,
-            together=together,
-            lead=0,
-            finished=0,
-            ring=heads,
         )
         made.arrange(together, multiprocessors(USUAL), tile.finishes)
         return made
