@@ -11,7 +11,6 @@ each, three of dK and two of dV) and not those that waves repeat, and cycles_per
 one head. `floor_of_all` puts the launches together.
 """
 
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -149,18 +148,11 @@ class Pricing:
         }  # fmt: skip
 
 
-def main() -> None:
-    pricing = Pricing()
-    lines = []
-    for entry in entries():
-        line = pricing.price(entry)
-        lines.append(line)
-        print(*(line[name] for name in SHOWN), flush=True)
-        if entry.kernel == kernels_of(entry.tile)[-1]:
-            print(f"  all: {floor_of_all(lines, entry.dim, entry.dtype):.2f} TFLOP/s", flush=True)
-    if "--write" in sys.argv:
-        price_table.write(FILE, lines)
+def show_all(entry: Entry, lines: list[dict[str, Any]]) -> None:
+    """Behind the last kernel of a row what all of them give."""
+    if entry.kernel == kernels_of(entry.tile)[-1]:
+        print(f"  all: {floor_of_all(lines, entry.dim, entry.dtype):.2f} TFLOP/s", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    price_table.command(FILE, entries(), Pricing().price, SHOWN, show_all)

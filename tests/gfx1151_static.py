@@ -8,7 +8,6 @@ possible, LSE written, keys that never move the pivot. Emulated, not run on hard
 this Triton in the file.
 """
 
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,10 @@ from lazymax.problem import Problem
 from lazymax.testing import make_qkv
 
 FILE = Path(__file__).parent.parent / "benchmarks" / "results" / "gfx1151-static.csv"
+SHOWN = (
+    "triton", "table", "row", "head_dim", "dtype", "floor_tflops", "instructions", "valu", "global_loads_per_64_wmma",
+    "vgprs", "spilled_vgprs", "scratch",
+)  # fmt: skip
 GROUP = 4
 BLOCKS = 6, 9  # of keys; the diagonal lies in the last two
 WMMA_OF_UNIT = 256  # 64 queries, 64 keys, head dim 128
@@ -105,17 +108,5 @@ class Pricing:
         }  # fmt: skip
 
 
-def main() -> None:
-    pricing = Pricing()
-    lines = []
-    for entry in entries():
-        line = pricing.price(entry)
-        lines.append(line)
-        print(*(line[name] for name in ("triton", "table", "row", "head_dim", "dtype", "floor_tflops", "instructions",
-              "valu", "global_loads_per_64_wmma", "vgprs", "spilled_vgprs", "scratch")), flush=True)  # fmt: skip
-    if "--write" in sys.argv:
-        price_table.write(FILE, lines)
-
-
 if __name__ == "__main__":
-    main()
+    price_table.command(FILE, entries(), Pricing().price, SHOWN)

@@ -1,6 +1,8 @@
 """The tables of prices in benchmarks/results: lines of several Tritons in one file."""
 
 import csv
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,3 +21,21 @@ def write(file: Path, lines: list[dict[str, Any]]) -> None:
         writer = csv.DictWriter(table, list(lines[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(sorted([*others, *lines], key=lambda line: line["triton"]))
+
+
+def command(
+    file: Path,
+    entries: Iterable[Any],
+    price: Callable[[Any], dict[str, Any]],
+    shown: Sequence[str],
+    after: Callable[[Any, list[dict[str, Any]]], None] = lambda entry, lines: None,
+) -> None:
+    """Price one entry after the other and print what is shown of it; with --write on the command line, write the
+    table. after: is told of each entry, with all lines so far."""
+    lines: list[dict[str, Any]] = []
+    for entry in entries:
+        lines.append(price(entry))
+        print(*(lines[-1][name] for name in shown), flush=True)
+        after(entry, lines)
+    if "--write" in sys.argv:
+        write(file, lines)

@@ -8,7 +8,6 @@ it. `portable`: what would run without the backend's own kernel, of few tiles by
 `--write` replaces the rows of this Triton in the file.
 """
 
-import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -161,15 +160,5 @@ SHOWN = ("triton", "table", "row", "head_dim", "band", "lse", "instructions", "m
          "tensor_cycles", "mufu_cycles", "issue_cycles", "binds", "period", "fitted_share")  # fmt: skip
 
 
-def main() -> None:
-    lines = []
-    for entry in entries():
-        line = price(entry)
-        lines.append(line)
-        print(*(line[name] for name in SHOWN), flush=True)
-    if "--write" in sys.argv:
-        price_table.write(FILE, lines)
-
-
 if __name__ == "__main__":
-    main()
+    price_table.command(FILE, entries(), price, SHOWN)
