@@ -11,6 +11,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+import rounding
 import test_fuzz
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
@@ -115,11 +116,12 @@ def budgets(made: Made) -> Iterator[testing.Budget]:
     nudged = reference.backward(*incoming, nudge(q), nudge(k), nudge(v), problem, near, needs)
     more = [_differences(*incoming, q, k, v, problem, extras, needs, by) for by in FACTORS]
     names = ("dq", "dk", "dv", "dmask", "dslopes", "dsinks")
-    for what, x, *of in zip(names, made.grads, exact, given, low, nudged, *more, strict=False):
+    alone = rounding.allowances(*incoming, q, k, v, problem, double, needs)
+    for what, x, *of in zip(names, made.grads, exact, given, alone, low, nudged, *more, strict=False):
         if of[0].numel():
-            x, x64, from_out, lowered, other, *differences = (t[None] if t.dim() == 1 else t for t in (x, *of))
-            x64, excused = x64.double(), from_out - x64
-            cost = lowered.double() - excused
+            x, x64, from_out, rounded, lowered, other, *differences = (t[None] if t.dim() == 1 else t for t in (x, *of))
+            x64, off = x64.double(), from_out - x64
+            cost, excused = lowered.double() - off, off.abs() + rounded
             for another in (other, *(x64 + difference for difference in differences)):
                 cost = farther(cost, another, x64)
             eps = max(EPS[x.dtype], EPS[q.dtype])
