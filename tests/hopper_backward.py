@@ -72,7 +72,8 @@ def prepare(
     delta = (out.float() * d_out.float()).sum(-1) - (0.0 if d_lse is None else d_lse)
     work.stats[1, ..., :q_len] = torch.where(empty, 0.0, delta)
     for t in (work.counts, work.odd, work.sums):
-        t.zero_()
+        if t is not None:
+            t.zero_()
 
 
 def finished(launch: HopperBackwardLaunch, work: Any, dq: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,8 @@ PLANES = 4  # of gradients.Stats
 PREPARED_ROWS = 32  # of a program of gradients.prepare
 PREPARE_OPTIONS = launch_options(4, 1, None)
 NO_TILES = (None,) * 8
-NO_SUMS = constant(0)
+NO_SUMS = (None,) * 3
+ALONE = constant(0), constant(False)  # no columns of sums, no kernel that begins early
 # Rows of the heads that run side by side: about what two of their tensors keep of a large L2.
 ROWS_TOGETHER = 65536
 
@@ -172,7 +173,8 @@ class BackwardLaunch:
         of_stats, of_slopes = stats_of(stats), None if d_slopes is None else stats_of(d_slopes[None])
         grid = (q.shape[1], -(-q.shape[2] // PREPARED_ROWS), q.shape[0])
         n_rows = q.shape[2]
-        arguments = (of_out, of_inputs[3], lse, d_lse, of_stats, None, n_rows, n_rows, 0, *self.prepared, NO_SUMS)
+        numbers = n_rows, n_rows, 0
+        arguments = (of_out, of_inputs[3], lse, d_lse, of_stats, *NO_SUMS, *numbers, *self.prepared, *ALONE)
         self.binary = run(gradients.prepare, grid, self.binary, arguments, **PREPARE_OPTIONS)
         for _, kernel, outputs in (("dq", self.queries, (dq, of_slopes)), *self.of_keys(dk, dv)):
             arguments = self.arguments(kernel, of_inputs, outputs, of_stats, extras)

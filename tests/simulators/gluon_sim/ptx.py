@@ -202,6 +202,8 @@ class Machine:
                 self.joins.setdefault(ins.args[0], []).append(active)
                 self.mask = self.mask & ~active
                 continue
+            if ins.op == "griddepcontrol":  # one kernel runs at a time here
+                continue
             if ins.op not in EFFECTS:
                 self.execute(ins, active)
             elif active.any() and ins.op in ("bar", "barrier"):

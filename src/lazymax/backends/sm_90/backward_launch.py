@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...backends import BackwardTile
+from ...compat import tritons
 from ...extras import NO_EXTRAS, Extras
 from ...kernels import backward, gradients
 from ...kernels.backward_launch import (
@@ -50,6 +51,7 @@ SIDE = 64  # of a square of a sum
 DESCRIPTORS = 9  # that `attention_backward` takes
 MOST_TOGETHER = 16  # heads: more took 5% at S=1024
 FINISH_OPTIONS = launch_options(4, 1, None)
+CHAINED = {"launch_pdl": True}  # a kernel begins while the one before it ends, and waits for its results by itself
 
 
 @dataclass(slots=True)
@@ -58,8 +60,9 @@ class _Work:
 
     stats: torch.Tensor  # fp32, (PLANES, B, Hq, whole tiles of queries)
     sums: torch.Tensor  # fp32, (heads with a sum, group, whole tiles of queries, width), see kernels/sums.py
-    counts: torch.Tensor  # int32, (B, Hq, 2), see `attention_backward`
-    odd: torch.Tensor  # int8, (B, Hq, tiles of 64 queries): 1 where dQ has NaN or inf
+    # Where CTAs finish sums, see `attention_backward`:
+    counts: torch.Tensor | None  # int32, (B, Hq, 2)
+    odd: torch.Tensor | None  # int8, (B, Hq, tiles of 64 queries): 1 where dQ has NaN or inf
     found: torch.Tensor  # int8, see `finish_keys`
 
 
@@ -71,6 +74,7 @@ class HopperBackwardLaunch:
     config: Config
     portable: BackwardLaunch  # of the same problem: numbers and builds of the cold paths
     options: dict[str, Any]
+    chained: Any  # a constexpr: whether kernels begin before those in front of them have ended
     width: int
     rows: int  # of a head, in whole tiles
     blocks: int  # of keys, of a head
@@ -105,7 +109,8 @@ class HopperBackwardLaunch:
             config=constant(config),
             portable=BackwardLaunch.prepare(problem, plan),
             # Triton's default for fusion flips in 3.10; the fused exponent wants it.
-            options=dict(num_warps=4, enable_fp_fusion=True),
+            options=dict(num_warps=4, enable_fp_fusion=True) | CHAINED,
+            chained=constant(not tritons.interpreting()),
             width=tile.width,
             rows=-(-p.q_len // block_m) * block_m,
             blocks=blocks,
@@ -134,8 +139,10 @@ class HopperBackwardLaunch:
         stats = torch.empty(PLANES, p.batch, p.q_heads, self.rows, dtype=torch.float32, device=device)
         sums = torch.empty(self.sums, p.group, self.rows, self.width, dtype=torch.float32, device=device)
         found = torch.empty(p.batch, p.kv_heads, self.blocks, KEYS, dtype=torch.int8, device=device)
-        counts = torch.empty(p.batch, p.q_heads, 2, dtype=torch.int32, device=device)
-        odd = torch.empty(p.batch, p.q_heads, self.rows // ROWS.value, dtype=torch.int8, device=device)
+        counts = odd = None
+        if self.finished:
+            counts = torch.empty(p.batch, p.q_heads, 2, dtype=torch.int32, device=device)
+            odd = torch.empty(p.batch, p.q_heads, self.rows // ROWS.value, dtype=torch.int8, device=device)
         return _Work(stats, sums, counts, odd, found)
 
     def arguments(
@@ -192,8 +199,8 @@ class HopperBackwardLaunch:
         of_inputs, (of_out, dq, dk, dv) = backward.Inputs(*views[:4]), views[4:]
         stats = stats_of(work.stats)
         to_clear = (work.sums, work.counts, work.odd)
-        to_prepare = (of_out, of_inputs.d_out, lse, d_lse, stats, to_clear, p.q_len, self.rows, self.sums * p.group,
-                      *portable.prepared, constant(self.width))  # fmt: skip
+        to_prepare = (of_out, of_inputs.d_out, lse, d_lse, stats, *to_clear, p.q_len, self.rows, self.sums * p.group,
+                      *portable.prepared, constant(self.width), self.chained)  # fmt: skip
         grid, main = self.arguments(inputs, grads, work)
         tiles = self.rows // ROWS.value
         modifiers = NO_MODIFIERS if extras is NO_EXTRAS else modifiers_of(p, extras)
@@ -201,15 +208,16 @@ class HopperBackwardLaunch:
         done = self.finished * self.together * p.group * tiles
         left = p.batch * p.q_heads * tiles - done
         to_sum = (work.sums, work.odd, done, left, tiles, p.q_heads, self.sums * p.group, constant(self.width))
-        of_queries = (*to_sum, of_inputs, dq, stats, *rest, portable.queries.config)
+        of_queries = (*to_sum, of_inputs, dq, stats, *rest, portable.queries.config, self.chained)
         blocks = p.batch * p.kv_heads * self.blocks
         to_find = (work.found, self.blocks, p.kv_heads, blocks)
-        of_keys = (*to_find, of_inputs, dk, dv, stats, *rest, portable.keys[0].config)
+        of_keys = (*to_find, of_inputs, dk, dv, stats, *rest, portable.keys[0].config, self.chained)
+        to_finish = FINISH_OPTIONS | (CHAINED if self.chained.value else {})
         return [
             (gradients.prepare, (p.q_heads, self.rows // PREPARED_ROWS, p.batch), to_prepare, PREPARE_OPTIONS),
             (attention_backward, grid, main, self.options),
-            (finish_queries, (left + -(-done // TILES.value), 1, 1), of_queries, FINISH_OPTIONS),
-            (finish_keys, (-(-blocks // BLOCKS.value), 1, 1), of_keys, FINISH_OPTIONS),
+            (finish_queries, (left + -(-done // TILES.value), 1, 1), of_queries, to_finish),
+            (finish_keys, (-(-blocks // BLOCKS.value), 1, 1), of_keys, to_finish),
         ]
 
     def to_compile(self, tensors: Sequence[torch.Tensor], extras: Extras, tile: BackwardTile) -> list[ToCompile]:

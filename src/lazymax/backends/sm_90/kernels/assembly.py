@@ -71,6 +71,19 @@ def hear(WARPGROUP: gl.constexpr, i):
                               dtype=gl.int32, is_pure=False, pack=1)
 
 
+@gluon.constexpr_function
+def _chain_text(what):
+    return "griddepcontrol." + what + "; mov.b32 $0, 0;"
+
+
+@gluon.jit
+def chain(WHAT: gl.constexpr):
+    """"wait": until the kernel before this one has ended, where the launch lets this one begin earlier (Triton's
+    `launch_pdl`). "launch_dependents": from this CTA's side the one behind may begin."""
+    TEXT: gl.constexpr = _chain_text(WHAT)
+    gl.inline_asm_elementwise(TEXT, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+
+
 @gluon.jit
 def reciprocal(x):
     """To one unit in the last place, in one instruction where a division takes four."""

@@ -128,13 +128,15 @@ def _allocate(call, config):
 
 @gluon.jit
 def _produce(shared, call, config):
-    """K and V once, then Q, its statistics and dO of every tile."""
+    """K and V once, then Q, its statistics and dO of every tile. K is there before `gradients.prepare` has ended."""
+    assembly.chain("launch_dependents")
     ROWS: gl.constexpr = config.BLOCK_M
     COLS: gl.constexpr = config.WIDTH
     work = backward_bounds.work(call, config)
     key = work.block * KEYS
     mbarrier.expect(shared.keys_full.index(0), KEYS * COLS * 2)
     copies.load(call.k_tiles, [work.batch, work.kv_head, key, 0], shared.keys_full.index(0), shared.k)
+    assembly.chain("wait")
     mbarrier.expect(shared.keys_full.index(1), KEYS * COLS * 2)
     head, tile = work.kv_head * call.group, work.begin
     heads = call.kv_heads * call.group

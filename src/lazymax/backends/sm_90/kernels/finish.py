@@ -37,15 +37,20 @@ def _guard_queries(unit, n_tiles, n_heads, inputs, out, stats, scale_log2, scale
 @triton.jit(do_not_specialize=["n_done", "n_left", "n_tiles", "n_heads", "ring", "q_len", "kv_len", "first_offset",
                                "last_offset"])
 def finish_queries(sums, odd, n_done, n_left, n_tiles, n_heads, ring, COLS: tl.constexpr, inputs, out, stats,
-                   scale_log2, scale, q_len, kv_len, first_offset, last_offset, lengths, modifiers, config):
+                   scale_log2, scale, q_len, kv_len, first_offset, last_offset, lengths, modifiers, config,
+                   CHAINED: tl.constexpr):
     """dQ of 64 queries of a head whose sum is left, for the first n_left programs, the last heads first: the L2 has
     their sums still. A program behind those looks at 32 tiles that `sums.finish` made. Grid: (n_left + n_done / 32,
     1, 1), n_done + n_left: all tiles of 64 queries, in the order of heads.
 
     sums: fp32 (ring, n_tiles, 64 * COLS): head i has the (i % ring)-th. odd: int8, for each tile: 1 if its dQ has NaN
-    or inf. inputs: `backward.Inputs`. out: `memory.View` of dQ. n_heads: query heads of one batch element. The rest as
-    in `attention_backward_queries`.
+    or inf; None where n_done is 0. inputs: `backward.Inputs`. out: `memory.View` of dQ. n_heads: query heads of one
+    batch element. CHAINED: launched before `attention_backward` has ended. The rest as in
+    `attention_backward_queries`.
     """
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     index = tl.program_id(0)
     if index < n_left:
         unit = n_done + n_left - 1 - index
@@ -57,24 +62,32 @@ def finish_queries(sums, odd, n_done, n_left, n_tiles, n_heads, ring, COLS: tl.c
         first, stop = unit, unit + gradients.suspect((dq,))
     else:
         first = (index - n_left) * TILES
-        stop = tl.minimum(first + TILES, n_done)
-        flags = first + tl.arange(0, TILES)
-        if tl.max(tl.load(odd + flags, mask=flags < stop, other=0).to(tl.int32)) == 0:
-            stop = first
+        stop = first
+        if odd is not None:
+            flags = first + tl.arange(0, TILES)
+            within = flags < n_done
+            if tl.max(tl.load(odd + flags, mask=within, other=0).to(tl.int32)) != 0:
+                stop = tl.minimum(first + TILES, n_done)
     for unit in tl.range(first, stop):
-        if index < n_left or tl.load(odd + unit) != 0:
+        wanted = index < n_left
+        if odd is not None:
+            wanted = wanted or tl.load(odd + unit) != 0
+        if wanted:
             _guard_queries(unit, n_tiles, n_heads, inputs, out, stats, scale_log2, scale, q_len, kv_len, first_offset,
                            last_offset, lengths, modifiers, config)
 
 
 @triton.jit(do_not_specialize=["n_blocks", "n_heads", "total", "q_len", "kv_len", "first_offset", "last_offset"])
 def finish_keys(found, n_blocks, n_heads, total, inputs, d_k, d_v, stats, scale_log2, scale, q_len, kv_len,
-                first_offset, last_offset, lengths, modifiers, config):
+                first_offset, last_offset, lengths, modifiers, config, CHAINED: tl.constexpr):
     """dK and dV of those of 32 blocks of 128 keys in which `attention_backward` has found NaN or inf; after
     finish_queries, which leaves the exact statistics of all rows that it computes again. Grid: (total / 32, 1, 1).
 
-    found: (batch, n_heads, n_blocks, 128) int8. total: how many blocks. The rest as in `attention_backward_keys`.
+    found: (batch, n_heads, n_blocks, 128) int8. total: how many blocks. CHAINED: launched before finish_queries has
+    ended. The rest as in `attention_backward_keys`.
     """
+    if CHAINED:
+        tl.extra.cuda.gdc_wait()
     first = tl.program_id(0) * BLOCKS
     stop = tl.minimum(first + BLOCKS, total)
     flags = tl.arange(0, BLOCKS * KEYS)

@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from . import backward_bounds, copies
+from . import assembly, backward_bounds, copies
 
 SQUARE = gl.constexpr(4096)  # numbers of 64 x 64
 
@@ -62,6 +62,7 @@ def finish(shared, call, config):
     L2, beside products, and not by passes over memory before and behind.
 
     CTAs begin in the order of their numbers, and both waits are for CTAs with lower ones."""
+    assembly.chain("wait")
     of_group = call.together * call.n_blocks
     own = gl.program_id(0) // of_group
     if own >= call.ring:
