@@ -27,6 +27,7 @@ class HopperBackwardTile(BackwardTile):
     width: int  # of the tiles of q, k, v and their gradients: 64 or 128; head dims above half of it up to it
     pipelined: bool = False  # the next tile's scores beside this one's dQ and dK
     finishes: bool = False  # a warp makes dQ of earlier CTAs' sums, in the place of passes over memory
+    most_queries: int = MAX_QUERIES
     rounded: bool = False  # dS from P as dV takes it, rounded
 
     @property
@@ -69,8 +70,8 @@ class HopperBackwardTile(BackwardTile):
             return f"for head dims from {self.width // 2 + 8} to {self.width}, multiples of 8, got {given}"
         if arch.matrix_unit != "wgmma" or not arch.descriptors:
             return f"needs warpgroup products and tensor descriptors, {arch.id} has not both"
-        if p.q_len > MAX_QUERIES:
-            return f"takes {MAX_QUERIES} queries at most, got {p.q_len}"
+        if p.q_len > self.most_queries:
+            return f"takes {self.most_queries} queries at most, got {p.q_len}"
         tiles = p.q_heads * p.q_tiles(self.keys.block_m)
         if tiles > MAX_TILES:
             return f"takes {MAX_TILES} tiles of {self.keys.block_m} queries at most, got {tiles}"
