@@ -40,12 +40,12 @@ def scaled(factor: float) -> Any:
 
 
 def test_right_gradients_are_timed_and_wrong_ones_are_not(device: str) -> None:
-    everyone = candidates("sdpa,sdpa-math,lazymax:compiled")
+    everyone = candidates("sdpa,sdpa-math,lazymax:compiled,lazymax:deterministic")
     everyone |= {"wrong": scaled(1.1), "right": scaled(1.0), "none": without_gradient}
     clock = clock_for(torch.device(device))
     found = measure_backward(SQUARE, torch.bfloat16, everyone, clock, rounds=1, window_ms=1)
     rows = {row.candidate: row for row in found}
-    for name in (LAZYMAX, "sdpa", "sdpa-math", "lazymax:compiled", "right"):
+    for name in (LAZYMAX, "sdpa", "sdpa-math", "lazymax:compiled", "lazymax:deterministic", "right"):
         row = rows[name]
         assert row.status == OK and row.ms is not None and row.error is not None and row.error < 1e-2, row
     assert rows["wrong"].status == WRONG and rows["wrong"].ms is None

@@ -42,10 +42,10 @@ class Ready:
 Make = Callable[[Case, Problem, torch.Tensor, torch.Tensor, torch.Tensor], Ready]
 
 
-def lazymax(impl: str = "auto") -> Make:
+def lazymax(impl: str = "auto", deterministic: bool = False) -> Make:
     def make(case: Case, problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Ready:
         def run() -> torch.Tensor:
-            out = attention(q, k, v, causal=case.causal, window=case.window, impl=impl)
+            out = attention(q, k, v, causal=case.causal, window=case.window, impl=impl, deterministic=deterministic)
             assert isinstance(out, torch.Tensor)
             return out
 
@@ -190,6 +190,7 @@ def flash_attn_ready(
 
 PEERS: dict[str, Make] = {
     f"{LAZYMAX}:compiled": compiled,
+    f"{LAZYMAX}:deterministic": lazymax(deterministic=True),
     f"{LAZYMAX}:graph": graph,
     "sdpa": sdpa(None),
     "sdpa-cudnn": sdpa("CUDNN_ATTENTION"),

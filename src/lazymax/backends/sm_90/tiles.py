@@ -67,7 +67,7 @@ BACKWARD = (
         most_queries=2048,
         when=When(causal=False, window=False, min_keys=1024, min_programs=0.5),
         reason="as below; short heads without a mask, whose sums later CTAs finish while the L2 has them",
-        provenance=f"{NEXT_DAY}: 4 and 3% ahead of the row below at S=1024 (one and four query heads for a key head), 1 "
+        provenance=f"{NEXT_DAY}: 4 and 3% ahead of the row below at S=1024 (one query head a key head, and four), 1 "
         "and 0% at 2048; elsewhere, causal too, -10 to 1%",
     ),
     HopperBackwardTile(
