@@ -1,6 +1,6 @@
 """From a problem and a row to the launches of this backend's backward."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 # the last one that does to the first that adds to them again.
 TO_FINISH, TO_ADD = 1.5, 1.0
 SIDE = 64  # of a square of a sum
+KERNELS = 4  # of a call
 DESCRIPTORS = 9  # that `attention_backward` takes
 MOST_TOGETHER = 16  # heads: more took 5% at S=1024
 FINISH_OPTIONS = launch_options(4, 1, None)
@@ -189,8 +190,9 @@ class HopperBackwardLaunch:
         grads: Sequence[torch.Tensor],
         work: _Work,
         extras: Extras = NO_EXTRAS,
-    ) -> list[tuple[Any, tuple[int, int, int], tuple[Any, ...], dict[str, Any]]]:
-        """(kernel, grid, arguments, options) of every kernel, in their order."""
+    ) -> Iterator[tuple[Any, tuple[int, int, int], tuple[Any, ...], dict[str, Any]]]:
+        """(kernel, grid, arguments, options) of every kernel, in their order; the arguments of one are made when the
+        one before has been launched and the GPU has work."""
         p, portable = self.problem, self.portable
         tensors = (*inputs, out, *grads)
         if self.strides is None:
@@ -201,7 +203,9 @@ class HopperBackwardLaunch:
         to_clear = (work.sums, work.counts, work.odd)
         to_prepare = (of_out, of_inputs.d_out, lse, d_lse, stats, *to_clear, p.q_len, self.rows, self.sums * p.group,
                       *portable.prepared, constant(self.width), self.chained)  # fmt: skip
+        yield gradients.prepare, (p.q_heads, self.rows // PREPARED_ROWS, p.batch), to_prepare, PREPARE_OPTIONS
         grid, main = self.arguments(inputs, grads, work)
+        yield attention_backward, grid, main, self.options
         tiles = self.rows // ROWS.value
         modifiers = NO_MODIFIERS if extras is NO_EXTRAS else modifiers_of(p, extras)
         rest = (*portable.scalars, NO_LENGTHS, modifiers)
@@ -209,23 +213,19 @@ class HopperBackwardLaunch:
         left = p.batch * p.q_heads * tiles - done
         to_sum = (work.sums, work.odd, done, left, tiles, p.q_heads, self.sums * p.group, constant(self.width))
         of_queries = (*to_sum, of_inputs, dq, stats, *rest, portable.queries.config, self.chained)
+        to_finish = FINISH_OPTIONS | (CHAINED if self.chained.value else {})
+        yield finish_queries, (left + -(-done // TILES.value), 1, 1), of_queries, to_finish
         blocks = p.batch * p.kv_heads * self.blocks
         to_find = (work.found, self.blocks, p.kv_heads, blocks)
         of_keys = (*to_find, of_inputs, dk, dv, stats, *rest, portable.keys[0].config, self.chained)
-        to_finish = FINISH_OPTIONS | (CHAINED if self.chained.value else {})
-        return [
-            (gradients.prepare, (p.q_heads, self.rows // PREPARED_ROWS, p.batch), to_prepare, PREPARE_OPTIONS),
-            (attention_backward, grid, main, self.options),
-            (finish_queries, (left + -(-done // TILES.value), 1, 1), of_queries, to_finish),
-            (finish_keys, (-(-blocks // BLOCKS.value), 1, 1), of_keys, to_finish),
-        ]
+        yield finish_keys, (-(-blocks // BLOCKS.value), 1, 1), of_keys, to_finish
 
     def to_compile(self, tensors: Sequence[torch.Tensor], extras: Extras, tile: BackwardTile) -> list[ToCompile]:
         """As `BackwardLaunch.to_compile`; the kernels behind the main one have no products but on their cold paths."""
         q, k, v, d_out = tensors
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         launches = self.launches(tensors, d_out, lse, None, (q, k, v), self.work(q.device), extras)
-        kernel, _, arguments, options = launches[1]
+        _, (kernel, _, arguments, options), *_ = launches
         return [ToCompile("all", f"all-{tile.name}", kernel, partial(tuple, arguments), options)]
 
     def __call__(
@@ -243,7 +243,7 @@ class HopperBackwardLaunch:
         assert d_slopes is None and not of_mask
         work = self.work(out.device)
         launches = self.launches(inputs, out, lse, d_lse, grads, work, extras)
-        binaries = self.binaries or [None] * len(launches)
+        binaries = self.binaries or [None] * KERNELS
         self.binaries = [
             run(kernel, grid, binary, arguments, **options)
             for (kernel, grid, arguments, options), binary in zip(launches, binaries, strict=True)
