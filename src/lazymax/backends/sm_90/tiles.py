@@ -58,7 +58,7 @@ BACKWARD = (
         reason="tiles of 128 queries, so that each consumer has 64 rows of dQ; exponentials of the next under dK; sums "
         "finished by later CTAs; not called tuned, for Triton 3.6.0 spills 88 and 176 bytes (full, causal), four loads "
         "of them in the loop",
-        provenance=f"{NEXT_DAY}: 1.02 to 1.21 of cuDNN; 3 to 16% ahead of passes over memory full, -1 to 4% causal",
+        provenance=f"{NEXT_DAY}: 1.09 to 1.18 of cuDNN; 3 to 16% ahead of passes over memory full, -1 to 4% causal",
     ),
     HopperBackwardTile(
         width=128,
@@ -76,7 +76,7 @@ BACKWARD = (
         when=When(min_programs=0.5),
         reason="dK and dV of 64 keys take 128 registers a thread: tiles of 64 queries, one after the other; not called "
         "tuned, for Triton 3.6.0 spills 100 bytes of the causal build, four of them inside its loop",
-        provenance=f"{NEXT_DAY}: 1.03 to 1.24 of cuDNN; best of 7 orders and rings",
+        provenance=f"{NEXT_DAY}: 1.05 to 1.23 of cuDNN; best of 7 orders and rings",
     ),
     # The portable kernels.
     BackwardTile(
