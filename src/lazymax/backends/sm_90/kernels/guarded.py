@@ -109,34 +109,37 @@ def rows_of(view, slab, span, query, head):
 
 
 @gluon.jit
-def _store(m, l, acc, row, column, span, call, config):
-    """COLUMNS columns of O, from `column` on, and the LSE. The rows are numbered once for each sweep: kept through them
-    they are registers that sm_100 lacks with two bounds and the LSE, 36 bytes of spills on Triton 3.9."""
-    L: gl.constexpr = layouts.small(gl.num_ctas())
-    own = here(gl.arange(0, 64 * gl.num_ctas(), gl.SliceLayout(1, L)))
+def _store_lse(lse, row, span, call, config):
+    """Of the 64 rows from `row` on. They are numbered anew: kept through the sweeps the numbers take registers that
+    sm_100 lacks with two bounds at head dim 128, 36 bytes of spills on Triton 3.9. Where O is stored too: 20 to 80 on
+    3.6."""
+    own = here(gl.arange(0, 64 * gl.num_ctas(), gl.SliceLayout(1, layouts.small(gl.num_ctas()))))
     query, head, inside = bounds.numbered(span, row, own, call, config)
-    out_rows = rows_of(call.out, span.out_slab, span, query, head)
-    factor, lse = softmax.finish(m, l, call.scale_log2, call, span, config)
-    cols = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, L))
-    gl.store(out_rows[:, None] + cols[None, :], (acc * factor[:, None]).to(call.out.ptr.dtype.element_ty),
-             mask=inside[:, None] & (cols < config.D_V)[None, :])
-    if config.STORE_LSE:
-        gl.store(softmax.lse_row(call, span) + head * call.lse_rows + query, lse, mask=inside)
+    gl.store(softmax.lse_row(call, span) + head * call.lse_rows + query, lse, mask=inside)
 
 
 @gluon.jit
 def rewrite_rows(span, row, keys, call, config):
     """O and LSE of the 64 rows from `row` on, of the keys [begin, end). Must not use shared memory or barriers: in a
     function these are those of the whole CTA."""
+    L: gl.constexpr = layouts.small(gl.num_ctas())
     kv_head = span.head // call.group
     bases = _slab(call.k, span.slab, kv_head, span.k_row), _slab(call.v, span.slab, kv_head, span.k_row)
     A: gl.constexpr = layouts.small_operand(0, gl.num_ctas())
     own = here(gl.arange(0, 64 * gl.num_ctas(), gl.SliceLayout(1, A)))
     query, head, q_inside = bounds.numbered(span, row, own, call, config)
     q_rows = rows_of(call.q, span.slab, span, query, head)
+    own = here(gl.arange(0, 64 * gl.num_ctas(), gl.SliceLayout(1, L)))
+    query, head, inside = bounds.numbered(span, row, own, call, config)
+    out_rows = rows_of(call.out, span.out_slab, span, query, head)
     for column in range(0, here(config.D_V), COLUMNS):
         m, l, acc = _sweep(q_rows, q_inside, bases, row, column, keys, span, call, config)
-        _store(m, l, acc, row, column, span, call, config)
+        factor, lse = softmax.finish(m, l, call.scale_log2, call, span, config)
+        cols = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, L))
+        gl.store(out_rows[:, None] + cols[None, :], (acc * factor[:, None]).to(call.out.ptr.dtype.element_ty),
+                 mask=inside[:, None] & (cols < config.D_V)[None, :])
+        if config.STORE_LSE:
+            _store_lse(lse, row, span, call, config)
 
 
 @gluon.jit(noinline=True)
