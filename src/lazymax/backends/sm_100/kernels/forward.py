@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.blackwell import allocate_tensor_memory, fence_async_shared, mbarrier
 
 from . import layouts
+from .assembly import seldom
 from .copies import loads, stores
 from .correction import correction
 from .products import products
@@ -150,6 +151,22 @@ def _allocate(call, config):
     return Memory(q, kv, out, stats, flags, votes, found, slots(config), s, o), bars
 
 
+@gluon.jit
+def _worker(ROLE: gl.constexpr, memory, bars, call, config):
+    """The role of warps that are not the kernel's own; LLVM shall prepare nothing for it before they part."""
+    if seldom():
+        if ROLE == "softmax 0":
+            softmax(memory, bars, call, config, 0)
+        elif ROLE == "softmax 1":
+            softmax(memory, bars, call, config, 1)
+        elif ROLE == "products":
+            products(memory, bars, call, config)
+        elif ROLE == "loads":
+            loads(memory, bars, call, config)
+        else:
+            stores(memory, bars, call, config)
+
+
 @gluon.jit(do_not_specialize=["heads_together", "q_len", "kv_len", "first_offset", "last_offset", "heads", "q_heads",
                               "group"])
 def attention_forward(q, k, v, out, lse, q_tiles, k_tiles, v_tiles, out_tiles, counter, heads_together, scale_log2,
@@ -168,7 +185,7 @@ def attention_forward(q, k, v, out, lse, q_tiles, k_tiles, v_tiles, out_tiles, c
     memory, bars = _allocate(call, config)
     R: gl.constexpr = config.REGISTERS
     gl.warp_specialize([
-        (correction, (memory, bars, call, config)), (softmax, (memory, bars, call, config, 0)),
-        (softmax, (memory, bars, call, config, 1)), (products, (memory, bars, call, config)),
-        (loads, (memory, bars, call, config)), (stores, (memory, bars, call, config)),
+        (correction, (memory, bars, call, config)), (_worker, ("softmax 0", memory, bars, call, config)),
+        (_worker, ("softmax 1", memory, bars, call, config)), (_worker, ("products", memory, bars, call, config)),
+        (_worker, ("loads", memory, bars, call, config)), (_worker, ("stores", memory, bars, call, config)),
     ], [4, 4, 1, 1, 1], [R, R, 24, 24, 24])
