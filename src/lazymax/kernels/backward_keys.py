@@ -58,7 +58,7 @@ def _sweep_queries(k, v, inputs, tiles, stats, span, head, first_col, start, mid
             of_v = memory.Rows(inputs.v, span.slab, kv_head, k_row + i * nothing, key_end)
             of_d_out = memory.Rows(inputs.d_out, span.slab, head, at, row_end)
             s = products.scores_anew(of_k, of_q, BLOCK_N, BLOCK_M, EDGE, EDGE, config, config.D, config.D_PIECES)
-            row = gradients.load_row(stats, span, head, m, BLOCK_M, EDGE, EXACT)
+            row = gradients.load_row(stats, span, head, m, BLOCK_M, EDGE, EXACT, True)
         else:
             q = memory.load_pieces(inputs.q, tiles.q, span.slab, head, at, row_end, BLOCK_M, EDGE, config, config.D,
                                    config.D_PIECES, DESCRIPTOR)
@@ -71,7 +71,7 @@ def _sweep_queries(k, v, inputs, tiles, stats, span, head, first_col, start, mid
         if len(dv) > 0:
             if RELOAD:
                 d_out = memory.load_pieces(inputs.d_out, None, span.slab, head, at, row_end, BLOCK_M, EDGE, config,
-                                           config.D_V, config.DV_PIECES, False)
+                                           config.D_V, config.DV_PIECES, False, True)
             weight = tl.where(keep, p, 0.0) if modifiers.seed is not None else p
             weight = products.narrow(weight, d_out[0].dtype, config.UPCAST)
             dv = products.weighted(weight, d_out, dv, config.PRECISION, config.UPCAST, False)
@@ -86,7 +86,7 @@ def _sweep_queries(k, v, inputs, tiles, stats, span, head, first_col, start, mid
             ds = gradients.of_products(ds, s, modifiers, config)
             if RELOAD:
                 q = memory.load_pieces(inputs.q, None, span.slab, head, at + nothing, row_end, BLOCK_M, EDGE, config,
-                                       config.D, config.D_PIECES, False)
+                                       config.D, config.D_PIECES, False, True)
             ds = products.narrow(ds, q[0].dtype, config.UPCAST)
             dk = products.weighted(ds, gradients.clean(q, GUARDED), dk, config.PRECISION, config.UPCAST, False)
     return dk, dv
