@@ -42,9 +42,9 @@ def tile_pointers(view, batch, head, start, ROWS: tl.constexpr, COLS: tl.constex
 def load_tile(view, batch, head, start, n_rows, N_COLS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
               CHECK_ROWS: tl.constexpr, WIDE: tl.constexpr, FIRST: tl.constexpr = 0, CLAMP: tl.constexpr = False):
     """Rows [start, start + ROWS) and columns [FIRST, FIRST + COLS) of one head; 0 from row n_rows and column N_COLS
-    on. CLAMP: row n_rows - 1 from row n_rows on, for callers who hide the scores of such rows. It takes no mask, and
-    Triton 3.6 makes of a masked load on AMD a branch, which parts the loop in many blocks: what all of them load is
-    in registers together (dK on gfx1151 at D = 128: 37 to 44 spills with masks, none without)."""
+    on. CLAMP: row n_rows - 1 from row n_rows on, for callers who hide the scores of such rows; there must be one. That
+    takes no mask, of which Triton 3.6 makes a branch on AMD: what the many blocks of such a loop load is in registers
+    together (dK on gfx1151 at D = 128 spilled 37 to 44 with masks, none without)."""
     MASK_ROWS: tl.constexpr = CHECK_ROWS and not CLAMP
     pointers = tile_pointers(view, batch, head, start, ROWS, COLS, WIDE, FIRST,
                              n_rows if CHECK_ROWS and CLAMP else None)
