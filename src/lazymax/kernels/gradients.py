@@ -40,10 +40,11 @@ class Row(NamedTuple):
 def pointers(stats, span, head, first_row, ROWS: tl.constexpr, end=None):
     """To the numbers of the span's rows from first_row, in the first plane. end: as in `memory.tile_pointers`."""
     base = stats.ptr + tl.cast(span.slab, tl.int64) * stats.batch_stride + tl.cast(head, tl.int64) * stats.head_stride
+    base += span.q_row + first_row
     rows = tl.arange(0, ROWS)
     if end is not None:
         rows = tl.minimum(rows, end - 1 - first_row)
-    return base + (span.q_row + first_row) + rows
+    return base + rows
 
 
 @triton.jit
