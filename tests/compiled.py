@@ -1,5 +1,6 @@
 """Rows compiled for GPUs that are not there; runs in a `gluon_sim.Worker`, where Triton compiles."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -133,6 +134,25 @@ def backward(
             chosen = compiling_backward.plan_of(name, tile, arch)
             for report in compiling_backward.reports(problem, chosen, arch):
                 lines.append(report.as_dict() | {"half": problem.dtype != "float32"})
+    return lines
+
+
+def backward_spills(name: str, head_dim: int, dtype: str) -> list[dict[str, Any]]:
+    """Vector and scalar registers that the main kernels of an AMD GPU's row spill, in every band, with and without a
+    group of heads."""
+    arch, lines = arches.by_name(name), []
+    backend = next(n for n, b in registry().items() if b.backward and b.serves(arch))
+    window = {"window": (100, 50), "window_align": "bottom_right"}
+    for band in ({"causal": "bottom_right"}, {}, window):
+        for group in (1, 2):
+            problem = Problem.from_shape((2, 8 * group, 8, 4096, 4096, head_dim), dtype, return_lse=True, **band)
+            tile = next(row for row in registry()[backend].backward if row.refusal(problem, arch) is None)
+            chosen = compiling_backward.plan_of(backend, tile, arch)
+            for kernel, (_, build) in compiling_backward.builds(problem, chosen, arch).items():
+                text = build().asm["amdgcn"]
+                counts = {kind: int(re.search(rf"\.{short}gpr_spill_count:\s+(\d+)", text)[1])  # type: ignore[index]
+                          for kind, short in (("vector", "v"), ("scalar", "s"))}  # fmt: skip
+                lines.append({"kernel": kernel, "band": band, "group": group, **counts})
     return lines
 
 

@@ -19,8 +19,8 @@ ROWS, COLS = 16, 32
 
 @triton.jit
 def _load(source, out, batch, head, start, n_rows, N_COLS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-          CHECK_ROWS: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
-    tile = memory.load_tile(source, batch, head, start, n_rows, N_COLS, ROWS, COLS, CHECK_ROWS, WIDE)
+          CHECK_ROWS: tl.constexpr, WIDE: tl.constexpr, CLAMP: tl.constexpr = False):  # fmt: skip
+    tile = memory.load_tile(source, batch, head, start, n_rows, N_COLS, ROWS, COLS, CHECK_ROWS, WIDE, 0, CLAMP)
     tl.store(out + tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :], tile)
 
 
@@ -111,6 +111,19 @@ def test_load_tile(n_rows, n_cols, layout, device):
             out = torch.full((ROWS, COLS), math.nan, device=device)
             _load[(1,)](view(t), out, batch, head, start, n_rows, n_cols, ROWS, COLS, True, False)
             assert torch.equal(out.cpu(), expected_tile(t.cpu(), batch, head, start)), (batch, head, start)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "bshd", "nan-moat"])
+@pytest.mark.parametrize("n_cols", [31, 32])
+@pytest.mark.parametrize("wide", [False, True], ids=["narrow", "wide"])
+@pytest.mark.parametrize("n_rows", [1, 15, 16, 17, 35])
+def test_load_tile_with_the_last_row_for_those_behind(n_rows, wide, n_cols, layout, device):
+    t = LAYOUTS[layout](numbered(2, 3, n_rows, n_cols).to(device))
+    for start in range(0, n_rows, ROWS):
+        out = torch.full((ROWS, COLS), math.nan, device=device)
+        _load[(1,)](view(t), out, 1, 2, start, n_rows, n_cols, ROWS, COLS, True, wide, True)
+        rows = torch.arange(start, start + ROWS).clamp(max=n_rows - 1)
+        assert torch.equal(out.cpu(), torch.nn.functional.pad(t[1, 2].cpu()[rows], (0, COLS - n_cols)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)

@@ -145,7 +145,7 @@ def _sweep_keys(q, d_out, row, inputs, tiles, stats, span, head, first_row, star
         ds = gradients.of_products(ds, s, modifiers, config)
         if RELOAD:
             k = memory.load_pieces(inputs.k, None, span.slab, kv_head, k_row + nothing, key_end, BLOCK_N, EDGE, config,
-                                   config.D, config.D_PIECES, False)
+                                   config.D, config.D_PIECES, False, True)
         ds = products.narrow(ds, k[0].dtype, config.UPCAST)
         dq = products.weighted(ds, gradients.clean(k, GUARDED), dq, config.PRECISION, config.UPCAST, False)
     return dq, d_slope

@@ -39,15 +39,25 @@ def _no_sums(d_k, d_v, ROWS: tl.constexpr, config):
 def _sweep_queries(k, v, inputs, tiles, stats, span, head, first_col, start, middle, resume, stop, dk, dv,
                    scale_log2, modifiers, config, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EDGE: tl.constexpr,
                    GUARDED: tl.constexpr):
-    """Add the query tiles of [start, middle) and of [resume, stop) to dk and dv. k, v: empty where they come anew."""
+    """Add the query tiles of [start, middle) and of [resume, stop) to dk and dv. k, v: empty where they come anew; then
+    the tiles of all heads of the group, of which head is the first, in one loop. (In one of heads around those of tiles
+    with and without a mask, what each of them needs lives through the other: gfx1151 spilled scalar registers too.)"""
     EXACT: tl.constexpr = GUARDED or config.EXACT
     DESCRIPTOR: tl.constexpr = config.DESCRIPTOR and not GUARDED
     RELOAD: tl.constexpr = config.RELOAD and not GUARDED
     row_end = span.q_row + span.q_len
     k_row, key_end, kv_head = span.k_row + first_col, span.k_row + span.kv_len, head // config.GROUP
     before = (middle - start) // BLOCK_M
+    n_tiles = before + (stop - resume + BLOCK_M - 1) // BLOCK_M
     nothing = backward.unknown_zero()
-    for i in tl.range(0, before + (stop - resume + BLOCK_M - 1) // BLOCK_M):
+    HEADS: tl.constexpr = config.GROUP if RELOAD else 1
+    done = 0 * n_tiles  # of this head
+    for i in tl.range(0, n_tiles * HEADS):
+        if HEADS > 1:
+            whole = done == n_tiles
+            head += tl.where(whole, 1, 0)
+            i = tl.where(whole, 0, done)
+            done = i + 1
         m = start + i * BLOCK_M
         if EDGE:
             m = tl.where(i < before, m, resume + (i - before) * BLOCK_M)
@@ -58,7 +68,10 @@ def _sweep_queries(k, v, inputs, tiles, stats, span, head, first_col, start, mid
             of_v = memory.Rows(inputs.v, span.slab, kv_head, k_row + i * nothing, key_end)
             of_d_out = memory.Rows(inputs.d_out, span.slab, head, at, row_end)
             s = products.scores_anew(of_k, of_q, BLOCK_N, BLOCK_M, EDGE, EDGE, config, config.D, config.D_PIECES)
-            row = gradients.load_row(stats, span, head, m, BLOCK_M, EDGE, EXACT)
+            # Addresses of one register each, not a sum of known parts that is kept in registers for every plane.
+            anew = gradients.Stats(stats.ptr, stats.plane + i * nothing, stats.batch_stride + i * nothing,
+                                   stats.head_stride)
+            row = gradients.load_row(anew, span, head, m, BLOCK_M, EDGE, EXACT, True)
         else:
             q = memory.load_pieces(inputs.q, tiles.q, span.slab, head, at, row_end, BLOCK_M, EDGE, config, config.D,
                                    config.D_PIECES, DESCRIPTOR)
@@ -71,7 +84,7 @@ def _sweep_queries(k, v, inputs, tiles, stats, span, head, first_col, start, mid
         if len(dv) > 0:
             if RELOAD:
                 d_out = memory.load_pieces(inputs.d_out, None, span.slab, head, at, row_end, BLOCK_M, EDGE, config,
-                                           config.D_V, config.DV_PIECES, False)
+                                           config.D_V, config.DV_PIECES, False, True)
             weight = tl.where(keep, p, 0.0) if modifiers.seed is not None else p
             weight = products.narrow(weight, d_out[0].dtype, config.UPCAST)
             dv = products.weighted(weight, d_out, dv, config.PRECISION, config.UPCAST, False)
@@ -79,6 +92,7 @@ def _sweep_queries(k, v, inputs, tiles, stats, span, head, first_col, start, mid
             if RELOAD:
                 dp = products.scores_anew(of_v, of_d_out, BLOCK_N, BLOCK_M, EDGE, EDGE, config, config.D_V,
                                           config.DV_PIECES)
+                row = gradients.load_row(anew, span, head, m, BLOCK_M, EDGE, EXACT, True)  # delta when it is due
             else:
                 dp = products.scores(v, d_out, config.PRECISION, config.UPCAST)
             ds = gradients.of_scores(p, dp, keep, row, modifiers, config, EDGE, True)
@@ -86,7 +100,7 @@ def _sweep_queries(k, v, inputs, tiles, stats, span, head, first_col, start, mid
             ds = gradients.of_products(ds, s, modifiers, config)
             if RELOAD:
                 q = memory.load_pieces(inputs.q, None, span.slab, head, at + nothing, row_end, BLOCK_M, EDGE, config,
-                                       config.D, config.D_PIECES, False)
+                                       config.D, config.D_PIECES, False, True)
             ds = products.narrow(ds, q[0].dtype, config.UPCAST)
             dk = products.weighted(ds, gradients.clean(q, GUARDED), dk, config.PRECISION, config.UPCAST, False)
     return dk, dv
@@ -144,7 +158,7 @@ def attention_backward_keys(inputs, q_tiles, k_tiles, v_tiles, g_tiles, q_tails,
         k = _load_k(inputs, tiles, span, kv_head, first_col, BLOCK_N, config, config.DESCRIPTOR)
         v = _load_v(inputs, tiles, span, kv_head, first_col, BLOCK_N, config, config.DESCRIPTOR)
     dk, dv = _no_sums(d_k, d_v, BLOCK_N, config)
-    for g in tl.range(0, config.GROUP):
+    for g in tl.range(0, 1 if config.RELOAD else config.GROUP):
         head = kv_head * config.GROUP + g
         dk, dv = _sweep_queries(k, v, inputs, tiles, stats, span, head, first_col, start, inner_start, inner_stop, stop,
                                 dk, dv, scale_log2, modifiers, config, BLOCK_M, BLOCK_N, True, False)

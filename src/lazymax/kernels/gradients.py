@@ -37,18 +37,24 @@ class Row(NamedTuple):
 
 
 @triton.jit
-def pointers(stats, span, head, first_row, ROWS: tl.constexpr):
-    """To the numbers of the span's rows from first_row, in the first plane."""
+def pointers(stats, span, head, first_row, ROWS: tl.constexpr, end=None):
+    """To the numbers of the span's rows from first_row, in the first plane. end: as in `memory.tile_pointers`."""
     base = stats.ptr + tl.cast(span.slab, tl.int64) * stats.batch_stride + tl.cast(head, tl.int64) * stats.head_stride
-    return base + (span.q_row + first_row) + tl.arange(0, ROWS)
+    base += span.q_row + first_row
+    rows = tl.arange(0, ROWS)
+    if end is not None:
+        rows = tl.minimum(rows, end - 1 - first_row)
+    return base + rows
 
 
 @triton.jit
-def load_row(stats, span, head, first_row, ROWS: tl.constexpr, CHECK: tl.constexpr, EXACT: tl.constexpr):
-    """The statistics of the rows from first_row. CHECK: some may lie outside the span."""
-    at = pointers(stats, span, head, first_row, ROWS)
+def load_row(stats, span, head, first_row, ROWS: tl.constexpr, CHECK: tl.constexpr, EXACT: tl.constexpr,
+             CLAMP: tl.constexpr = False):
+    """The statistics of the rows from first_row. CHECK: some may lie outside the span. CLAMP: as in
+    `memory.load_tile`."""
+    at = pointers(stats, span, head, first_row, ROWS, span.q_len if CHECK and CLAMP else None)
     pivot = 0.0
-    if CHECK:
+    if CHECK and not CLAMP:
         inside = first_row + tl.arange(0, ROWS) < span.q_len
         rest = tl.load(at + (EXACT_REST if EXACT else REST) * stats.plane, mask=inside, other=float("inf"))
         delta = tl.load(at + DELTA * stats.plane, mask=inside, other=0.0)

@@ -79,7 +79,7 @@ BACKWARD = (
     BackwardTile(
         keys=Half(block_m=16, block_n=64, num_warps=4, num_stages=1, reload=True),
         queries=Half(block_m=64, block_n=16, num_warps=4, num_stages=1), when=When(max_head_dim=64, dtypes=HALF),
-        reason="floor of both kernels 20.8 and 22.2 TFLOP/s (bf16, Triton 3.6, 3.9), no spills; K and V that stay in "
+        reason="floor of both kernels 21.2 and 22.7 TFLOP/s (bf16, Triton 3.6, 3.9), no spills; K and V that stay in "
         "registers 21.1 and 22.6, with 11 to 59 spilled",
         provenance=PRICED_BACKWARD,
     ),
@@ -87,9 +87,8 @@ BACKWARD = (
         keys=Half(block_m=16, block_n=64, num_warps=4, num_stages=1, reload=True, columns=32, separate=True),
         queries=Half(block_m=64, block_n=16, num_warps=4, num_stages=1, reload=True, columns=32),
         when=When(dtypes=HALF),
-        reason="floor of the three launches 20.8 and 21.9 TFLOP/s at head dim 128 (bf16, Triton 3.6, 3.9), 23.1 and "
-        "23.7 at 256: no wave repeats a product, at most 2 scratch accesses in the loops of whole tiles. No spills of "
-        "dQ; of dK and dV on 3.6.0 up to 44 at 128, 391 at 256, on 3.9.0 none at 128, 13 at 256",
+        reason="floor of the three launches 21.3 and 22.4 TFLOP/s at head dim 128 (bf16, Triton 3.6, 3.9), 23.5 and "
+        "24.1 at 256: no wave repeats a product, no spills",
         provenance=PRICED_BACKWARD,
     ),
     BackwardTile(
