@@ -70,8 +70,8 @@ def _round_once(dot: Any) -> Any:
         if d.data.dtype != np.float32 or 8 in (a.dtype.primitive_bitwidth, b.dtype.primitive_bitwidth):
             return dot(self, a, b, d, *rest)
         with np.errstate(over="ignore", invalid="ignore"):  # inf - inf and the like are meant
-            product = np.matmul(a.data, b.data, dtype=np.float64).astype(np.float32)
-        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+            total = np.matmul(a.data, b.data, dtype=np.float64).astype(np.float32) + d.data
+        return interpreter.TensorHandle(total, d.dtype.scalar)
 
     return multiply
 
