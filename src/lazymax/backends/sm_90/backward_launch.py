@@ -75,6 +75,7 @@ class HopperBackwardLaunch:
     config: Config
     portable: BackwardLaunch  # of the same problem: numbers and builds of the cold paths
     options: dict[str, Any]
+    to_finish: dict[str, Any]  # options of the kernels behind the main one
     chained: Any  # a constexpr: whether kernels begin before those in front of them have ended
     width: int
     rows: int  # of a head, in whole tiles
@@ -105,13 +106,15 @@ class HopperBackwardLaunch:
         heads, blocks = p.batch * p.kv_heads, -(-p.kv_len // KEYS)
         banded = p.first_offset is not None or p.last_offset is not None
         together = max(1, min(heads, MOST_TOGETHER, ROWS_TOGETHER // (p.q_len * p.group))) if banded else 1
+        chained = not tritons.interpreting()
         made = cls(
             problem=p,
             config=constant(config),
             portable=BackwardLaunch.prepare(problem, plan),
             # Triton's default for fusion flips in 3.10; the fused exponent wants it.
             options=dict(num_warps=4, enable_fp_fusion=True) | CHAINED,
-            chained=constant(not tritons.interpreting()),
+            to_finish=FINISH_OPTIONS | (CHAINED if chained else {}),
+            chained=constant(chained),
             width=tile.width,
             rows=-(-p.q_len // block_m) * block_m,
             blocks=blocks,
@@ -213,12 +216,11 @@ class HopperBackwardLaunch:
         left = p.batch * p.q_heads * tiles - done
         to_sum = (work.sums, work.odd, done, left, tiles, p.q_heads, self.sums * p.group, constant(self.width))
         of_queries = (*to_sum, of_inputs, dq, stats, *rest, portable.queries.config, self.chained)
-        to_finish = FINISH_OPTIONS | (CHAINED if self.chained.value else {})
-        yield finish_queries, (left + -(-done // TILES.value), 1, 1), of_queries, to_finish
+        yield finish_queries, (left + -(-done // TILES.value), 1, 1), of_queries, self.to_finish
         blocks = p.batch * p.kv_heads * self.blocks
         to_find = (work.found, self.blocks, p.kv_heads, blocks)
         of_keys = (*to_find, of_inputs, dk, dv, stats, *rest, portable.keys[0].config, self.chained)
-        yield finish_keys, (-(-blocks // BLOCKS.value), 1, 1), of_keys, to_finish
+        yield finish_keys, (-(-blocks // BLOCKS.value), 1, 1), of_keys, self.to_finish
 
     def to_compile(self, tensors: Sequence[torch.Tensor], extras: Extras, tile: BackwardTile) -> list[ToCompile]:
         """As `BackwardLaunch.to_compile`; the kernels behind the main one have no products but on their cold paths."""

@@ -109,12 +109,18 @@ def rows_of(view, slab, span, query, head):
 
 
 @gluon.jit
+def _rows(span, row, L: gl.constexpr, call, config):
+    """`bounds.rows` of the 64 rows from `row` on, numbered `here`."""
+    own = here(gl.arange(0, 64 * gl.num_ctas(), L))
+    return bounds.numbered(span, row, own, call, config)
+
+
+@gluon.jit
 def _store_lse(lse, row, span, call, config):
     """Of the 64 rows from `row` on. They are numbered anew: kept through the sweeps the numbers take registers that
     sm_100 lacks with two bounds at head dim 128, 36 bytes of spills on Triton 3.9. Where O is stored too: 20 to 80 on
     3.6."""
-    own = here(gl.arange(0, 64 * gl.num_ctas(), gl.SliceLayout(1, layouts.small(gl.num_ctas()))))
-    query, head, inside = bounds.numbered(span, row, own, call, config)
+    query, head, inside = _rows(span, row, gl.SliceLayout(1, layouts.small(gl.num_ctas())), call, config)
     gl.store(softmax.lse_row(call, span) + head * call.lse_rows + query, lse, mask=inside)
 
 
@@ -126,11 +132,9 @@ def rewrite_rows(span, row, keys, call, config):
     kv_head = span.head // call.group
     bases = _slab(call.k, span.slab, kv_head, span.k_row), _slab(call.v, span.slab, kv_head, span.k_row)
     A: gl.constexpr = layouts.small_operand(0, gl.num_ctas())
-    own = here(gl.arange(0, 64 * gl.num_ctas(), gl.SliceLayout(1, A)))
-    query, head, q_inside = bounds.numbered(span, row, own, call, config)
+    query, head, q_inside = _rows(span, row, gl.SliceLayout(1, A), call, config)
     q_rows = rows_of(call.q, span.slab, span, query, head)
-    own = here(gl.arange(0, 64 * gl.num_ctas(), gl.SliceLayout(1, L)))
-    query, head, inside = bounds.numbered(span, row, own, call, config)
+    query, head, inside = _rows(span, row, gl.SliceLayout(1, L), call, config)
     out_rows = rows_of(call.out, span.out_slab, span, query, head)
     for column in range(0, here(config.D_V), COLUMNS):
         m, l, acc = _sweep(q_rows, q_inside, bases, row, column, keys, span, call, config)
