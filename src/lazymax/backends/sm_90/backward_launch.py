@@ -13,15 +13,7 @@ from ...backends import BackwardTile
 from ...compat import tritons
 from ...extras import NO_EXTRAS, Extras
 from ...kernels import backward, gradients
-from ...kernels.backward_launch import (
-    PLANES,
-    PREPARE_OPTIONS,
-    PREPARED_ROWS,
-    ROWS_TOGETHER,
-    BackwardLaunch,
-    ToCompile,
-    stats_of,
-)
+from ...kernels.backward_launch import PLANES, PREPARE_OPTIONS, PREPARED_ROWS, BackwardLaunch, ToCompile, stats_of
 from ...kernels.launch import (
     LOG2E,
     NO_LENGTHS,
@@ -50,7 +42,8 @@ TO_FINISH, TO_ADD = 1.5, 1.0
 SIDE = 64  # of a square of a sum
 KERNELS = 4  # of a call
 DESCRIPTORS = 9  # that `attention_backward` takes
-MOST_TOGETHER = 16  # heads: more took 5% at S=1024
+# Under a band: heads, more took 5% at S=1024; rows of queries of them, four times as many took 2% at S=4096.
+MOST_TOGETHER, ROWS_TOGETHER = 16, 16384
 FINISH_OPTIONS = launch_options(4, 1, None)
 CHAINED = {"launch_pdl": True}  # a kernel begins while the one before it ends, and waits for its results by itself
 
@@ -100,7 +93,6 @@ class HopperBackwardLaunch:
             HAS_LAST=p.last_offset is not None,
             PIPELINED=tile.pipelined,
             FINISHES=False,  # see `arrange`
-            ROUNDED=tile.rounded,
             REGISTERS=tile.keys.max_registers or 240,
         )
         heads, blocks = p.batch * p.kv_heads, -(-p.kv_len // KEYS)

@@ -25,18 +25,13 @@ class HopperBackwardTile(BackwardTile):
     descriptors: bool = True
     deterministic: bool = False
     width: int  # of the tiles of q, k, v and their gradients: 64 or 128; head dims above half of it up to it
-    pipelined: bool = False  # the next tile's scores beside this one's dQ and dK
+    pipelined: bool = False  # the next tile's scores while dQ is added
     finishes: bool = False  # a warp makes dQ of earlier CTAs' sums, in the place of passes over memory
     most_queries: int = MAX_QUERIES
-    rounded: bool = False  # dS from P as dV takes it, rounded
 
     @property
     def name(self) -> str:
-        words = [
-            word
-            for word, on in (("pipelined", self.pipelined), ("finishes", self.finishes), ("rounded", self.rounded))
-            if on
-        ]
+        words = [word for word, on in (("pipelined", self.pipelined), ("finishes", self.finishes)) if on]
         return "-".join(("ws", f"{self.keys.block_m}x{KEYS}", f"s{self.keys.num_stages}", *words))
 
     def describe(self) -> str:
@@ -44,7 +39,7 @@ class HopperBackwardTile(BackwardTile):
         return (
             f"all gradients in one kernel: {self.keys.block_m} queries x {KEYS} keys, two consumer warpgroups and a "
             f"producer warp, {self.keys.num_stages} slots of Q"
-            f"{', scores of the next tile beside dQ and dK' if self.pipelined else ''}; dQ summed in memory by atomics"
+            f"{', scores of the next tile while dQ is added' if self.pipelined else ''}; dQ summed in memory by atomics"
             f"{', finished by later CTAs' if self.finishes else ''}"
         )
 

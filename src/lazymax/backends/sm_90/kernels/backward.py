@@ -3,12 +3,12 @@
 A CTA has 128 keys of one key head: two consumer warpgroups with 64 keys each, which hold dK and dV in registers, and a
 producer warp. K and V stay in shared memory; tiles of BLOCK_M queries stream through rings of Q with its statistics,
 and of dO, for every query head of the group. Tiles of scores are turned (keys x queries), so that P^T and dS^T go from
-registers into dV and dK. dS^T also goes to shared memory; behind a barrier of both consumers each computes half of dQ,
-of all 128 keys, and adds it to a sum in memory (`sums.py`).
+registers into dV and dK. dS^T also goes to a ring in shared memory. One tile later, when the other consumer has long
+handed over its own, each consumer computes half of dQ, of all 128 keys, and adds it to a sum in memory (`sums.py`).
 
-PIPELINED: the scores of the next tile are multiplied beside dQ and dK, and its exponentials taken under dK; else the
-next tile begins when this one has ended. What is in flight over the edge of the loop costs everything: ptxas then waits
-behind every product (C7514).
+PIPELINED: the scores of the next tile are multiplied while dQ is added, and go over the edge of the loop; else the next
+tile begins when this one has ended. What is in flight over that edge costs everything: ptxas then waits behind every
+product (C7514).
 
 The maths is that of `kernels/gradients.py`. As there, what is rare leaves NaN or inf in the results, and is computed
 again: `finish.py`.
@@ -40,7 +40,6 @@ class Config(NamedTuple):
     HAS_LAST: Any  # the band has a right bound
     PIPELINED: Any
     FINISHES: Any  # a warp makes dQ of earlier CTAs' sums
-    ROUNDED: Any  # dS from P as dV takes it, which then needs no other registers
     REGISTERS: Any  # of a thread of a consumer
 
 
@@ -83,7 +82,7 @@ class Shared(NamedTuple):
     g: Any  # dO
     k: Any
     v: Any
-    ds: Any  # dS^T of two tiles; in the end dV, then dK on the way out
+    ds: Any  # dS^T, a ring of tiles; in the end dV, then dK on the way out
     stats: Any  # of each slot of Q: LSE in log2 units, delta
     keys_full: Any  # of K, of V
     q_full: Any
@@ -105,7 +104,10 @@ def _allocate(call, config):
     g = gl.allocate_shared_memory(DTYPE, [2, 1, 1, ROWS, COLS], call.g_tiles.layout)
     k = gl.allocate_shared_memory(DTYPE, [1, 1, KEYS, COLS], call.k_tiles.layout)
     v = gl.allocate_shared_memory(DTYPE, [1, 1, KEYS, COLS], call.v_tiles.layout)
-    ds = gl.allocate_shared_memory(DTYPE, [2, KEYS, ROWS], gl.NVMMASharedLayout(128, 16, rank=2))
+    # A consumer writes a tile when the other has handed over the one before it, hence has read the one three before.
+    # Of four the place is a mask, but of 128 queries there is room for three.
+    ds = gl.allocate_shared_memory(DTYPE, [4 if ROWS == 64 else 3, KEYS, ROWS],
+                                   gl.NVMMASharedLayout(128, 16, rank=2))
     stats = gl.allocate_shared_memory(gl.float32, [2 * SLOTS, 1, ROWS], call.stats_tiles.layout)
     keys_full = gl.allocate_shared_memory(gl.int64, [2, 1], L)
     q_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], L)
@@ -209,17 +211,17 @@ def _narrow(x, dtype: gl.constexpr, config):
 
 @gluon.jit
 def _hand_over(ds, shared, i, W: gl.constexpr):
-    """dS^T of the consumer's keys to shared memory: the tile's dS^T of all keys, whole behind the barrier."""
-    tile = shared.ds.index(i & 1)
-    tile.slice(W * (KEYS // 2), KEYS // 2, 0).store(ds)
+    """dS^T of the consumer's keys and tile i to shared memory, for both consumers."""
+    shared.ds.index(i % shared.ds.shape[0]).slice(W * (KEYS // 2), KEYS // 2, 0).store(ds)
     fence_async_shared()
-    return tile
+    assembly.tell(W, i)
 
 
 @gluon.jit
-def _issue_queries(ds, shared, config, W: gl.constexpr):
-    """The consumer's half of dQ, (64, 64), under way: of the columns of a tile of 64 queries, of the queries of one of
-    128."""
+def _issue_queries(shared, i, config, W: gl.constexpr):
+    """The consumer's half of dQ of tile i, (64, 64), under way: of the columns of a tile of 64 queries, of the queries
+    of one of 128."""
+    ds = shared.ds.index(i % shared.ds.shape[0])
     k = shared.k.reshape([KEYS, config.WIDTH])
     if config.WIDTH == 128:
         k = k.slice(W * 64, 64, 1)
@@ -236,96 +238,84 @@ def _add_queries(dq, at, call, config, W: gl.constexpr):
 
 
 @gluon.jit
-def _walk(keys, values, shared, work, key, call, config, W: gl.constexpr):
-    """dK (without the scale) and dV of 64 keys: one tile of queries after the other."""
-    COLS: gl.constexpr = config.WIDTH
-    DTYPE: gl.constexpr = shared.q.dtype
-    dk = gl.zeros([64, COLS], gl.float32, layouts.accumulator(COLS))
-    dv = gl.zeros([64, COLS], gl.float32, layouts.accumulator(COLS))
-    # Under the product under a band, 0.5 to 1.3%; without one it spills 8 bytes and is 0.5% slower.
-    EARLY: gl.constexpr = config.HAS_FIRST or config.HAS_LAST
-    n_tiles = gl.cdiv(call.q_len, config.BLOCK_M)
-    before, tile = backward_bounds.tiles_before(work, call, config), work.begin
-    for i in range(work.tiles):
-        slot = i & (config.SLOTS - 1)
-        place = i & 1
-        mbarrier.wait(shared.q_full.index(slot), (i // config.SLOTS) & 1)
-        s_issued = _issue_turned(keys, shared.q.index(slot), config)
-        mbarrier.wait(shared.g_full.index(place), (i >> 1) & 1)
-        dp_issued = _issue_turned(values, shared.g.index(place), config)
-        if EARLY:
-            rest = _load_stats(shared, slot, 0, config)
-        s = warpgroup_mma_wait(1, [s_issued])
-        if not EARLY:
-            rest = _load_stats(shared, slot, 0, config)
-        p = _probabilities(s, rest, tile, key, call, config)
-        weight = _narrow(p, DTYPE, config)
-        if config.ROUNDED:
-            p = p.to(DTYPE)
-        g = shared.g.index(place).reshape([config.BLOCK_M, COLS])
-        dv_issued = warpgroup_mma(weight, g, dv, is_async=True)
-        dp = warpgroup_mma_wait(1, [dp_issued])
-        delta = _load_stats(shared, slot, 1, config)
-        ds = (p.to(gl.float32) * (dp - delta[None, :])).to(DTYPE)
-        whole = _hand_over(ds, shared, i, W)
-        assembly.meet()
-        dq_issued = _issue_queries(whole, shared, config, W)
-        q = shared.q.index(slot).reshape([config.BLOCK_M, COLS])
-        dk_issued = warpgroup_mma(_narrow(ds, DTYPE, config), q, dk, is_async=True)
-        dq, dv = warpgroup_mma_wait(1, [dq_issued, dv_issued])
-        mbarrier.arrive(shared.g_empty.index(place), count=1)
-        _add_queries(dq, before + tile, call, config, W)
-        dk = warpgroup_mma_wait(0, [dk_issued])
-        mbarrier.arrive(shared.q_empty.index(slot), count=1)
-        before, tile = backward_bounds.after(before, tile, work, n_tiles)
-    return dk, dv
+def _issue_scores(keys, shared, i, config):
+    """Raw turned scores of tile i, under way."""
+    slot = i & (config.SLOTS - 1)
+    mbarrier.wait(shared.q_full.index(slot), (i // config.SLOTS) & 1)
+    return _issue_turned(keys, shared.q.index(slot), config)
 
 
 @gluon.jit
-def _walk_pipelined(keys, values, shared, work, key, call, config, W: gl.constexpr):
-    """The same. P goes over the edge of the loop as dV takes it: in fp32 it spilled 130 to 240 bytes."""
+def _step(s, dk, dv, keys, values, shared, work, i, tile, last, key, call, config, W: gl.constexpr,
+          FIRST: gl.constexpr):
+    """(s, dK, dV) behind tile i. PIPELINED: s are the scores of that tile, returned are those of the next. last: the
+    number of the tile before this one, whose dQ is computed and added, unless FIRST."""
     COLS: gl.constexpr = config.WIDTH
     DTYPE: gl.constexpr = shared.q.dtype
+    slot = i & (config.SLOTS - 1)
+    place = i & 1
+    if not config.PIPELINED:
+        s_issued = _issue_scores(keys, shared, i, config)
+    mbarrier.wait(shared.g_full.index(place), (i >> 1) & 1)
+    dp_issued = _issue_turned(values, shared.g.index(place), config)
+    rest = _load_stats(shared, slot, 0, config)
+    if config.PIPELINED:
+        raw = s
+    else:
+        raw = warpgroup_mma_wait(1, [s_issued])
+    p = _probabilities(raw, rest, tile, key, call, config)
+    g = shared.g.index(place).reshape([config.BLOCK_M, COLS])
+    dv_issued = warpgroup_mma(_narrow(p, DTYPE, config), g, dv, is_async=True)
+    dp = warpgroup_mma_wait(1, [dp_issued])
+    delta = _load_stats(shared, slot, 1, config)
+    ds = (p * (dp - delta[None, :])).to(DTYPE)
+    if not FIRST:
+        assembly.hear(1 - W, i - 1)
+    _hand_over(ds, shared, i, W)
+    if not FIRST:
+        dq_issued = _issue_queries(shared, i - 1, config, W)
+    q = shared.q.index(slot).reshape([config.BLOCK_M, COLS])
+    dk_issued = warpgroup_mma(_narrow(ds, DTYPE, config), q, dk, is_async=True)
+    if config.PIPELINED:
+        dv = warpgroup_mma_wait(1 if FIRST else 2, [dv_issued])
+        # Behind the last tile its own scores are computed once more.
+        s_issued = _issue_scores(keys, shared, gl.minimum(i + 1, work.tiles - 1), config)
+        if not FIRST:
+            dq = warpgroup_mma_wait(2, [dq_issued])
+    elif FIRST:
+        dv = warpgroup_mma_wait(1, [dv_issued])
+    else:
+        dq, dv = warpgroup_mma_wait(1, [dq_issued, dv_issued])
+    mbarrier.arrive(shared.g_empty.index(place), count=1)
+    if not FIRST:
+        _add_queries(dq, last, call, config, W)
+    if config.PIPELINED:
+        dk, s = warpgroup_mma_wait(0, [dk_issued, s_issued])
+    else:
+        dk = warpgroup_mma_wait(0, [dk_issued])
+    mbarrier.arrive(shared.q_empty.index(slot), count=1)
+    return s, dk, dv
+
+
+@gluon.jit
+def _walk(keys, values, shared, work, key, call, config, W: gl.constexpr):
+    """dK (without the scale) and dV of 64 keys: one tile of queries after the other."""
+    COLS: gl.constexpr = config.WIDTH
     dk = gl.zeros([64, COLS], gl.float32, layouts.accumulator(COLS))
     dv = gl.zeros([64, COLS], gl.float32, layouts.accumulator(COLS))
     n_tiles = gl.cdiv(call.q_len, config.BLOCK_M)
     before, tile = backward_bounds.tiles_before(work, call, config), work.begin
-    mbarrier.wait(shared.q_full.index(0), 0)
-    s = warpgroup_mma_wait(0, [_issue_turned(keys, shared.q.index(0), config)])
-    p = _probabilities(s, _load_stats(shared, 0, 0, config), tile, key, call, config).to(DTYPE)
-    mbarrier.wait(shared.g_full.index(0), 0)
-    for i in range(work.tiles):
-        slot = i & (config.SLOTS - 1)
-        place = i & 1
-        g = shared.g.index(place)
-        dp_issued = _issue_turned(values, g, config)
-        dv_issued = warpgroup_mma(_narrow(p, DTYPE, config), g.reshape([config.BLOCK_M, COLS]), dv, is_async=True)
-        dp = warpgroup_mma_wait(1, [dp_issued])
-        delta = _load_stats(shared, slot, 1, config)
-        ds = (p.to(gl.float32) * (dp - delta[None, :])).to(DTYPE)
-        whole = _hand_over(ds, shared, i, W)
-        assembly.tell(W, i)
-        # Behind the last tile its own scores are computed once more.
-        following = gl.minimum(i + 1, work.tiles - 1)
-        next_slot = following & (config.SLOTS - 1)
-        next_before, next_tile = backward_bounds.after(before, tile, work, n_tiles)
-        mbarrier.wait(shared.q_full.index(next_slot), (following // config.SLOTS) & 1)
-        of_keys = _narrow(ds, DTYPE, config)
-        dv, of_keys = warpgroup_mma_wait(0, [dv_issued, of_keys])
-        s_issued = _issue_turned(keys, shared.q.index(next_slot), config)
-        assembly.hear(1 - W, i)
-        dq_issued = _issue_queries(whole, shared, config, W)
-        q = shared.q.index(slot).reshape([config.BLOCK_M, COLS])
-        dk_issued = warpgroup_mma(of_keys, q, dk, is_async=True)
-        s, dq = warpgroup_mma_wait(1, [s_issued, dq_issued])
-        _add_queries(dq, before + tile, call, config, W)
-        rest = _load_stats(shared, next_slot, 0, config)
-        p = _probabilities(s, rest, next_tile, key, call, config).to(DTYPE)
-        mbarrier.arrive(shared.g_empty.index(place), count=1)
-        mbarrier.wait(shared.g_full.index(following & 1), (following >> 1) & 1)
-        dk, p = warpgroup_mma_wait(0, [dk_issued, p])
-        mbarrier.arrive(shared.q_empty.index(slot), count=1)
-        before, tile = next_before, next_tile
+    s = 0.0
+    if config.PIPELINED:
+        s = warpgroup_mma_wait(0, [_issue_scores(keys, shared, 0, config)])
+    s, dk, dv = _step(s, dk, dv, keys, values, shared, work, 0, tile, 0, key, call, config, W, True)
+    for i in range(1, work.tiles):
+        last = before + tile
+        before, tile = backward_bounds.after(before, tile, work, n_tiles)
+        s, dk, dv = _step(s, dk, dv, keys, values, shared, work, i, tile, last, key, call, config, W, False)
+    assembly.hear(1 - W, work.tiles - 1)
+    dq = warpgroup_mma_wait(0, [_issue_queries(shared, work.tiles - 1, config, W)])
+    _add_queries(dq, before + tile, call, config, W)
     return dk, dv
 
 
@@ -342,10 +332,7 @@ def _consume(shared, call, config, W: gl.constexpr):
     mbarrier.wait(shared.keys_full.index(1), 0)
     if config.FINISHES:
         mbarrier.wait(shared.of_sums.cleared, 0)
-    if config.PIPELINED:
-        dk, dv = _walk_pipelined(keys, values, shared, work, key, call, config, W)
-    else:
-        dk, dv = _walk(keys, values, shared, work, key, call, config, W)
+    dk, dv = _walk(keys, values, shared, work, key, call, config, W)
     if config.FINISHES:
         mbarrier.arrive(shared.of_sums.added, count=1)
     assembly.meet()  # the other one has read dS too
