@@ -35,7 +35,7 @@ class Config(NamedTuple):
 
     BLOCK_M: Any  # queries of a tile: 64, or 128 where tiles have 64 columns
     WIDTH: Any  # columns of the tiles of q, k, v and d_out: 64 or 128
-    SLOTS: Any  # of Q, a power of two; dO has two
+    SLOTS: Any  # of Q and of dO, a power of two
     HAS_FIRST: Any  # the band has a left bound
     HAS_LAST: Any  # the band has a right bound
     PIPELINED: Any
@@ -86,9 +86,8 @@ class Shared(NamedTuple):
     stats: Any  # of each slot of Q: LSE in log2 units, delta
     keys_full: Any  # of K, of V
     q_full: Any
-    q_empty: Any
     g_full: Any
-    g_empty: Any
+    empty: Any  # of both
     of_sums: Any  # `sums.Shared`, or ()
 
 
@@ -101,7 +100,7 @@ def _allocate(call, config):
     COLS: gl.constexpr = config.WIDTH
     SLOTS: gl.constexpr = config.SLOTS
     q = gl.allocate_shared_memory(DTYPE, [SLOTS, 1, 1, ROWS, COLS], call.q_tiles.layout)
-    g = gl.allocate_shared_memory(DTYPE, [2, 1, 1, ROWS, COLS], call.g_tiles.layout)
+    g = gl.allocate_shared_memory(DTYPE, [SLOTS, 1, 1, ROWS, COLS], call.g_tiles.layout)
     k = gl.allocate_shared_memory(DTYPE, [1, 1, KEYS, COLS], call.k_tiles.layout)
     v = gl.allocate_shared_memory(DTYPE, [1, 1, KEYS, COLS], call.v_tiles.layout)
     # A consumer writes a tile when the other has handed over the one before it, hence has read the one three before.
@@ -111,21 +110,19 @@ def _allocate(call, config):
     stats = gl.allocate_shared_memory(gl.float32, [2 * SLOTS, 1, ROWS], call.stats_tiles.layout)
     keys_full = gl.allocate_shared_memory(gl.int64, [2, 1], L)
     q_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], L)
-    q_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], L)
-    g_full = gl.allocate_shared_memory(gl.int64, [2, 1], L)
-    g_empty = gl.allocate_shared_memory(gl.int64, [2, 1], L)
+    g_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], L)
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], L)
     for i in gl.static_range(2):
         mbarrier.init(keys_full.index(i), count=1)
-        mbarrier.init(g_full.index(i), count=1)
-        mbarrier.init(g_empty.index(i), count=2)
     for i in gl.static_range(SLOTS):
         mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=2)
+        mbarrier.init(g_full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
     of_sums = ()
     if config.FINISHES:
         of_sums = sums.allocate(call)
     fence_async_shared()
-    return Shared(q, g, k, v, ds, stats, keys_full, q_full, q_empty, g_full, g_empty, of_sums)
+    return Shared(q, g, k, v, ds, stats, keys_full, q_full, g_full, empty, of_sums)
 
 
 @gluon.jit
@@ -146,7 +143,7 @@ def _produce(shared, call, config):
     plane = call.n_heads * call.group * n_tiles
     for i in range(work.tiles):
         slot = i & (config.SLOTS - 1)
-        mbarrier.wait(shared.q_empty.index(slot), ((i // config.SLOTS) & 1) ^ 1)
+        mbarrier.wait(shared.empty.index(slot), ((i // config.SLOTS) & 1) ^ 1)
         full = shared.q_full.index(slot)
         mbarrier.expect(full, ROWS * (COLS * 2 + 8))
         copies.load(call.q_tiles, [work.batch, head, tile * ROWS, 0], full, shared.q.index(slot))
@@ -155,10 +152,9 @@ def _produce(shared, call, config):
         copies.load(call.stats_tiles, [plane + at, 0], full, shared.stats.index(2 * slot + 1))
         if i == 0:
             copies.load(call.v_tiles, [work.batch, work.kv_head, key, 0], shared.keys_full.index(1), shared.v)
-        mbarrier.wait(shared.g_empty.index(i & 1), ((i >> 1) & 1) ^ 1)
-        full = shared.g_full.index(i & 1)
+        full = shared.g_full.index(slot)
         mbarrier.expect(full, ROWS * COLS * 2)
-        copies.load(call.g_tiles, [work.batch, head, tile * ROWS, 0], full, shared.g.index(i & 1))
+        copies.load(call.g_tiles, [work.batch, head, tile * ROWS, 0], full, shared.g.index(slot))
         head, tile = backward_bounds.after(head, tile, work, 1)
 
 
@@ -253,18 +249,17 @@ def _step(s, dk, dv, keys, values, shared, work, i, tile, last, key, call, confi
     COLS: gl.constexpr = config.WIDTH
     DTYPE: gl.constexpr = shared.q.dtype
     slot = i & (config.SLOTS - 1)
-    place = i & 1
     if not config.PIPELINED:
         s_issued = _issue_scores(keys, shared, i, config)
-    mbarrier.wait(shared.g_full.index(place), (i >> 1) & 1)
-    dp_issued = _issue_turned(values, shared.g.index(place), config)
+    mbarrier.wait(shared.g_full.index(slot), (i // config.SLOTS) & 1)
+    dp_issued = _issue_turned(values, shared.g.index(slot), config)
     rest = _load_stats(shared, slot, 0, config)
     if config.PIPELINED:
         raw = s
     else:
         raw = warpgroup_mma_wait(1, [s_issued])
     p = _probabilities(raw, rest, tile, key, call, config)
-    g = shared.g.index(place).reshape([config.BLOCK_M, COLS])
+    g = shared.g.index(slot).reshape([config.BLOCK_M, COLS])
     dv_issued = warpgroup_mma(_narrow(p, DTYPE, config), g, dv, is_async=True)
     dp = warpgroup_mma_wait(1, [dp_issued])
     delta = _load_stats(shared, slot, 1, config)
@@ -286,14 +281,13 @@ def _step(s, dk, dv, keys, values, shared, work, i, tile, last, key, call, confi
         dv = warpgroup_mma_wait(1, [dv_issued])
     else:
         dq, dv = warpgroup_mma_wait(1, [dq_issued, dv_issued])
-    mbarrier.arrive(shared.g_empty.index(place), count=1)
     if not FIRST:
         _add_queries(dq, last, call, config, W)
     if config.PIPELINED:
         dk, s = warpgroup_mma_wait(0, [dk_issued, s_issued])
     else:
         dk = warpgroup_mma_wait(0, [dk_issued])
-    mbarrier.arrive(shared.q_empty.index(slot), count=1)
+    mbarrier.arrive(shared.empty.index(slot), count=1)
     return s, dk, dv
 
 
