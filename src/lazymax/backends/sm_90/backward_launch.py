@@ -38,7 +38,7 @@ from ...kernels.tma import describe, multiprocessors
 from ...problem import Problem
 from .backward_rows import KEYS, HopperBackwardTile
 from .kernels.backward import Config, attention_backward
-from .kernels.finish import BLOCKS, ROWS, TILES, finish_keys, finish_queries
+from .kernels.finish import BLOCKS, ROWS, TILES, Band, Sizes, finish
 from .launch import USUAL
 
 if TYPE_CHECKING:
@@ -48,10 +48,11 @@ if TYPE_CHECKING:
 # the last one that does to the first that adds to them again.
 TO_FINISH, TO_ADD = 1.5, 1.0
 SIDE = 64  # of a square of a sum
-KERNELS = 4  # of a call
+KERNELS = 3  # of a call
 DESCRIPTORS = 9  # that `attention_backward` takes
 MOST_TOGETHER = 16  # heads: more took 5% at S=1024
-FINISH_OPTIONS = launch_options(4, 1, None)
+# Registers: the paths that hardly anybody takes want 210, which would be two CTAs a multiprocessor for four.
+FINISH_OPTIONS = launch_options(4, 1, 128)
 CHAINED = {"launch_pdl": True}  # a kernel begins while the one before it ends, and waits for its results by itself
 
 
@@ -64,7 +65,8 @@ class _Work:
     # Where CTAs finish sums, see `attention_backward`:
     counts: torch.Tensor | None  # int32, (B, Hq, 2)
     odd: torch.Tensor | None  # int8, (B, Hq, tiles of 64 queries): 1 where dQ has NaN or inf
-    found: torch.Tensor  # int8, see `finish_keys`
+    settled: torch.Tensor  # int32, (B, Hq, tiles of 64 queries), and ...
+    found: torch.Tensor  # int8, see `finish`
 
 
 @dataclass(slots=True)
@@ -75,7 +77,7 @@ class HopperBackwardLaunch:
     config: Config
     portable: BackwardLaunch  # of the same problem: numbers and builds of the cold paths
     options: dict[str, Any]
-    to_finish: dict[str, Any]  # options of the kernels behind the main one
+    to_finish: dict[str, Any]  # options of the kernel behind the main one
     chained: Any  # a constexpr: whether kernels begin before those in front of them have ended
     width: int
     rows: int  # of a head, in whole tiles
@@ -83,7 +85,7 @@ class HopperBackwardLaunch:
     # See `arrange`.
     together: int = 1  # heads that are worked on side by side, a group
     lead: int = 0  # how many CTAs later a part of a sum is finished
-    finished: int = 0  # groups, from the first on, whose dQ later CTAs make; the rest is left to `finish_queries`
+    finished: int = 0  # groups, from the first on, whose dQ later CTAs make; the rest is left to `finish`
     ring: int = 0  # groups that have sums at a time
     strides: list[tuple[int, ...]] | None = None  # of the views of q, k, v, d_out, out, dq, dk and dv
     tiles: list[TensorDescriptor] | None = None  # of the first call's tensors
@@ -143,11 +145,12 @@ class HopperBackwardLaunch:
         stats = torch.empty(PLANES, p.batch, p.q_heads, self.rows, dtype=torch.float32, device=device)
         sums = torch.empty(self.sums, p.group, self.rows, self.width, dtype=torch.float32, device=device)
         found = torch.empty(p.batch, p.kv_heads, self.blocks, KEYS, dtype=torch.int8, device=device)
+        settled = torch.empty(p.batch, p.q_heads, self.rows // ROWS.value, dtype=torch.int32, device=device)
         counts = odd = None
         if self.finished:
             counts = torch.empty(p.batch, p.q_heads, 2, dtype=torch.int32, device=device)
             odd = torch.empty(p.batch, p.q_heads, self.rows // ROWS.value, dtype=torch.int8, device=device)
-        return _Work(stats, sums, counts, odd, found)
+        return _Work(stats, sums, counts, odd, settled, found)
 
     def arguments(
         self, inputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], work: _Work
@@ -203,24 +206,29 @@ class HopperBackwardLaunch:
         views = [View(t, *steps) for t, steps in zip(tensors, self.strides, strict=True)]
         of_inputs, (of_out, dq, dk, dv) = backward.Inputs(*views[:4]), views[4:]
         stats = stats_of(work.stats)
-        to_clear = (work.sums, work.counts, work.odd)
+        to_clear = (work.sums, work.settled, work.counts, work.odd)
         to_prepare = (of_out, of_inputs.d_out, lse, d_lse, stats, *to_clear, p.q_len, self.rows, self.sums * p.group,
                       *portable.prepared, constant(self.width), self.chained)  # fmt: skip
         yield gradients.prepare, (p.q_heads, self.rows // PREPARED_ROWS, p.batch), to_prepare, PREPARE_OPTIONS
         grid, main = self.arguments(inputs, grads, work)
         yield attention_backward, grid, main, self.options
-        tiles = self.rows // ROWS.value
+        sizes, programs = self.to_look_at()
         modifiers = NO_MODIFIERS if extras is NO_EXTRAS else modifiers_of(p, extras)
-        rest = (*portable.scalars, NO_LENGTHS, modifiers)
+        scale_log2, scale, *band = portable.scalars
+        to_finish = (work.sums, work.odd, work.found, work.settled, of_inputs, dq, dk, dv, stats, modifiers, sizes,
+                     Band(*band), scale_log2, scale, NO_LENGTHS, portable.queries.config, constant(self.width),
+                     self.chained)  # fmt: skip
+        yield finish, (programs, 1, 1), to_finish, self.to_finish
+
+    def to_look_at(self) -> tuple[Sizes, int]:
+        """What `finish` has to look at, and how many programs do."""
+        p = self.problem
+        tiles, heads = self.rows // ROWS.value, p.batch * p.kv_heads
         done = self.finished * self.together * p.group * tiles
-        left = p.batch * p.q_heads * tiles - done
-        to_sum = (work.sums, work.odd, done, left, tiles, p.q_heads, self.sums * p.group, constant(self.width))
-        of_queries = (*to_sum, of_inputs, dq, stats, *rest, portable.queries.config, self.chained)
-        yield finish_queries, (left + -(-done // TILES.value), 1, 1), of_queries, self.to_finish
-        blocks = p.batch * p.kv_heads * self.blocks
-        to_find = (work.found, self.blocks, p.kv_heads, blocks)
-        of_keys = (*to_find, of_inputs, dk, dv, stats, *rest, portable.keys[0].config, self.chained)
-        yield finish_keys, (-(-blocks // BLOCKS.value), 1, 1), of_keys, self.to_finish
+        left = heads * p.group * tiles - done
+        keys = heads * self.blocks
+        sizes = Sizes(done, left, tiles, self.sums * p.group, self.blocks, keys, p.kv_heads)
+        return sizes, left + -(-done // TILES.value) + -(-keys // BLOCKS.value)
 
     def to_compile(self, tensors: Sequence[torch.Tensor], extras: Extras, tile: BackwardTile) -> list[ToCompile]:
         """As `BackwardLaunch.to_compile`; the kernels behind the main one have no products but on their cold paths."""
