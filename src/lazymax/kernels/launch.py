@@ -8,7 +8,9 @@ from typing import Any, ClassVar
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
 from triton.compiler.errors import CompilationError
+from triton.runtime import driver
 from triton.runtime.errors import OutOfResources, PTXASError
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -71,6 +73,35 @@ def rebased(descriptor: Any, t: torch.Tensor) -> Any:
     return copy
 
 
+def rebaser(descriptor: Any) -> Callable[[Any], Any]:
+    """`rebased` for a launcher, which only reads it: a class that holds all but the base. 0.1 us for 0.3."""
+    of = type(descriptor)
+
+    def begin(self: Any, base: Any) -> None:
+        self.base = base
+
+    own = {name: value for name, value in vars(descriptor).items() if name != "base"}
+    return type(of.__name__, (of,), {**own, "__init__": begin})
+
+
+class Address(int):
+    """Of device memory, where a descriptor wants a tensor."""
+
+    def data_ptr(self) -> int:
+        return self
+
+
+def leaves(*values: Any) -> tuple[Any, ...]:
+    """In the place of a NamedTuple, for a launcher."""
+    return values
+
+
+def plain(value: Any) -> Any:
+    """Without the names of NamedTuples, which a launcher does not need: that of Triton 3.6 takes their elements one by
+    one through Python's `__getitem__`. 3.4 of the 5.3 us of a kernel with 120."""
+    return tuple(map(plain, value)) if isinstance(value, tuple) else value
+
+
 def is_build_failure(error: Exception) -> bool:
     """Whether the kernel could not be built for this GPU, as opposed to a fault while it ran."""
     return isinstance(error, OutOfResources | PTXASError | CompilationError) or "PassManager" in str(error)
@@ -81,6 +112,23 @@ def positive_scale(problem: Problem) -> float:
     return max(abs(problem.scale) * LOG2E, TINY_SCALE)
 
 
+def launcher(built: Any, grid: tuple[int, int, int]) -> Callable[..., None]:
+    """What `built[grid]` is, 1.4 of 3.4 us shorter: it asks for the stream alone, and calls no hooks where there are
+    none. Takes tuples for NamedTuples and addresses for tensors, which saves more. Inductor launches like it."""
+    usual = built[grid]  # loads the binary, too
+    launch, function, metadata = built.run, built.function, built.packed_metadata
+    stream, device, runtime = driver.active.get_current_stream, driver.active.get_current_device(), knobs.runtime
+
+    def run(*arguments: Any) -> None:
+        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook  # chains, functions or None
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+            usual(*arguments)
+        else:
+            launch(*grid, stream(device), function, metadata, None, None, None, *arguments)
+
+    return run
+
+
 def run(kernel: Any, grid: tuple[int, int, int], binary: Any, arguments: tuple[Any, ...], **options: Any) -> Any:
     """Launch a kernel: the first time (binary None) through Triton's JIT, then the binary that it made. Returns the
     binary for the next call, None where there is none (the interpreter and the simulators make none)."""
@@ -88,7 +136,7 @@ def run(kernel: Any, grid: tuple[int, int, int], binary: Any, arguments: tuple[A
         binary(*arguments)
         return binary
     built = kernel[grid](*arguments, **options)
-    return built[grid] if built is not None else None
+    return launcher(built, grid) if built is not None else None
 
 
 def start(launch: Any, arguments: tuple[Any, ...]) -> None:
