@@ -1,7 +1,7 @@
 """From a problem and a tile row to the arguments of the portable kernel, for a launch or a compile without a GPU."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -94,6 +94,16 @@ class Address(int):
 def leaves(*values: Any) -> tuple[Any, ...]:
     """In the place of a NamedTuple, for a launcher."""
     return values
+
+
+def views(tensors: Sequence[torch.Tensor], strides: Sequence[tuple[int, ...]]) -> list[View]:
+    """strides: as `view_strides` gives them."""
+    return [View(t, *steps) for t, steps in zip(tensors, strides, strict=True)]
+
+
+def plain_views(tensors: Sequence[torch.Tensor], strides: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """For a launcher."""
+    return [(t.data_ptr(), *steps) for t, steps in zip(tensors, strides, strict=True)]
 
 
 def plain(value: Any) -> Any:

@@ -25,12 +25,13 @@ from ...kernels.launch import (
     leaves,
     modifiers_of,
     plain,
+    plain_views,
     rebased,
     rebaser,
     run,
     view_strides,
+    views,
 )
-from ...kernels.memory import View
 from ...kernels.tma import describe, multiprocessors
 from ...problem import Problem
 from .backward_rows import KEYS, HopperBackwardTile
@@ -70,7 +71,7 @@ class _Form(NamedTuple):
     """How the kernels get their arguments: Triton's JIT wants tensors and names, a launcher neither."""
 
     tensor: Callable[[torch.Tensor], Any]
-    view: Callable[..., Any]
+    views: Callable[[Sequence[torch.Tensor], Sequence[tuple[int, ...]]], list[Any]]  # see `memory.View`
     inputs: Callable[..., Any]
     stats: Callable[..., Any]
     modifiers: Any  # of a call without extras
@@ -193,8 +194,8 @@ class HopperBackwardLaunch:
         described, fixed = self._describe(*sources), (to_prepare, main, to_finish)
         again = [partial(rebased, of) for of in described]
         bare = [rebaser(of) for of in described]
-        self.plain = _Form(torch.Tensor.data_ptr, leaves, leaves, leaves, plain(NO_MODIFIERS), bare, plain(fixed))
-        return _Form(lambda t: t, View, backward.Inputs, gradients.Stats, NO_MODIFIERS, again, fixed)
+        self.plain = _Form(torch.Tensor.data_ptr, plain_views, leaves, leaves, plain(NO_MODIFIERS), bare, plain(fixed))
+        return _Form(lambda t: t, views, backward.Inputs, gradients.Stats, NO_MODIFIERS, again, fixed)
 
     def work(self, device: torch.device) -> Work:
         memory = torch.empty(self.size, dtype=torch.uint8, device=device)
@@ -271,16 +272,15 @@ class HopperBackwardLaunch:
         """Arguments of every kernel; those of one are made when the one before has been launched and the GPU has
         work."""
         assert self.strides is not None
-        p, tensor, view = self.problem, form.tensor, form.view
-        tensors = (*inputs, out, *grads)
-        views = [view(tensor(t), *steps) for t, steps in zip(tensors, self.strides, strict=True)]
+        p, tensor = self.problem, form.tensor
+        of = form.views((*inputs, out, *grads), self.strides)
         stats = form.stats(work.stats, p.batch * p.q_heads * self.rows, p.q_heads * self.rows, self.rows)
         to_clear = (work.sums, work.settled, work.counts, work.odd)
         of_lse = tensor(lse), None if d_lse is None else tensor(d_lse)
-        yield (views[4], views[3], *of_lse, stats, *to_clear, *form.fixed[0])
+        yield (of[4], of[3], *of_lse, stats, *to_clear, *form.fixed[0])
         yield self._main(form, inputs, grads, work)
         to_read = (work.sums, work.odd, work.found, work.settled)
-        yield (*to_read, form.inputs(*views[:4]), *views[5:], stats, modifiers, *form.fixed[2])
+        yield (*to_read, form.inputs(*of[:4]), *of[5:], stats, modifiers, *form.fixed[2])
 
     def to_compile(self, tensors: Sequence[torch.Tensor], extras: Extras, tile: BackwardTile) -> list[ToCompile]:
         """As `BackwardLaunch.to_compile`; the kernels behind the main one have no products but on their cold paths."""
