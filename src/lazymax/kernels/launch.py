@@ -265,6 +265,7 @@ class ForwardLaunch:
     list_size: tuple[bool, int, int, int] | None  # of the list of key blocks: per batch element?, heads, slots, blocks
     strides: tuple[tuple[int, ...], ...] | None = None  # of the views of q, k, v, out
     binary: Callable[..., None] | None = None
+    plain_config: tuple[Any, ...] | None = None  # for the binary
     list_binaries: tuple[Callable[..., None], Callable[..., None]] | None = None
 
     @classmethod
@@ -323,13 +324,15 @@ class ForwardLaunch:
             of_k = self._describe(k, rows, self.config.D_PIECES)
             of_v = self._describe(v, rows, self.config.DV_PIECES)
             described = (of_q[0], of_k[0], of_v[0], of_q[1], of_k[1], of_v[1])
-        q_strides, k_strides, v_strides, out_strides = self.strides
-        views = View(q, *q_strides), View(k, *k_strides), View(v, *v_strides), View(out, *out_strides)
+        tensors, of_views, config = (q, k, v, out), views, self.config
         lengths, modifiers, listed = NO_LENGTHS, NO_MODIFIERS, None
+        if self.binary is not None:
+            self.plain_config = self.plain_config or plain(self.config)
+            of_views, lengths, modifiers, config = plain_views, PLAIN_LENGTHS, PLAIN_MODIFIERS, self.plain_config
         if extras is not NO_EXTRAS or self.config.MODIFIED.value or self.list_size:
             lengths, modifiers = lengths_of(self.problem, extras), modifiers_of(self.problem, extras)
             listed = self._list(lengths, modifiers, q.shape[0], q.device) if self.list_size else None
-        return (*views, lse, *described, *self.scalars, lengths, modifiers, listed, self.config)
+        return (*of_views(tensors, self.strides), lse, *described, *self.scalars, lengths, modifiers, listed, config)
 
     @staticmethod
     def _describe(t: torch.Tensor, rows: int, of: Any) -> list[TensorDescriptor | None]:
@@ -387,3 +390,4 @@ class ForwardLaunch:
 
 NO_LENGTHS = Lengths()
 NO_MODIFIERS = Modifiers()
+PLAIN_LENGTHS, PLAIN_MODIFIERS = plain(NO_LENGTHS), plain(NO_MODIFIERS)

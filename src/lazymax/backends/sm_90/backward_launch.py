@@ -19,6 +19,7 @@ from ...kernels.launch import (
     LOG2E,
     NO_LENGTHS,
     NO_MODIFIERS,
+    PLAIN_MODIFIERS,
     Address,
     constant,
     launch_options,
@@ -194,7 +195,7 @@ class HopperBackwardLaunch:
         described, fixed = self._describe(*sources), (to_prepare, main, to_finish)
         again = [partial(rebased, of) for of in described]
         bare = [rebaser(of) for of in described]
-        self.plain = _Form(torch.Tensor.data_ptr, plain_views, leaves, leaves, plain(NO_MODIFIERS), bare, plain(fixed))
+        self.plain = _Form(torch.Tensor.data_ptr, plain_views, leaves, leaves, PLAIN_MODIFIERS, bare, plain(fixed))
         return _Form(lambda t: t, views, backward.Inputs, gradients.Stats, NO_MODIFIERS, again, fixed)
 
     def work(self, device: torch.device) -> Work:
