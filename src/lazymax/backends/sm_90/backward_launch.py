@@ -175,7 +175,7 @@ class HopperBackwardLaunch:
             if part is not None:
                 self.size += -(-math.prod(part[0]) * part[1].itemsize // ALIGNMENT) * ALIGNMENT
 
-    def _prepare(self, sources: Sequence[Any]) -> _Form:
+    def _fix(self, sources: Sequence[Any]) -> _Form:
         """What is decided by the first call. sources: of the descriptors."""
         p, portable = self.problem, self.portable
         tiles, heads, width = self.rows // ROWS.value, p.batch * p.kv_heads, constant(self.width)
@@ -211,7 +211,7 @@ class HopperBackwardLaunch:
     ) -> tuple[tuple[int, int, int], tuple[Any, ...]]:
         """(grid, arguments) of `attention_backward`. inputs: q, k, v, d_out. grads: dq, dk, dv."""
         if self.named is None:
-            self.named = self._prepare(self._sources(inputs, grads, work))
+            self.named = self._fix(self._sources(inputs, grads, work))
         return self.grids[1], self._main(self.named, inputs, grads, work)
 
     def _sources(self, inputs: Sequence[Any], grads: Sequence[Any], work: Work) -> tuple[Any, ...]:
@@ -250,7 +250,7 @@ class HopperBackwardLaunch:
     ) -> Iterator[tuple[Any, tuple[int, int, int], tuple[Any, ...], dict[str, Any]]]:
         """(kernel, grid, arguments, options) of every kernel, in their order."""
         if self.named is None:
-            self.named = self._prepare(self._sources(inputs, grads, work))
+            self.named = self._fix(self._sources(inputs, grads, work))
         if self.strides is None:
             self.strides = [view_strides(t) for t in (*inputs, out, *grads)]
         modifiers = NO_MODIFIERS if extras is NO_EXTRAS else modifiers_of(self.problem, extras)
