@@ -71,13 +71,13 @@ def prepare(
     work.stats[0, ..., :q_len] = torch.where(empty, torch.inf, lse * LOG2E)
     delta = (out.float() * d_out.float()).sum(-1) - (0.0 if d_lse is None else d_lse)
     work.stats[1, ..., :q_len] = torch.where(empty, 0.0, delta)
-    for t in (work.counts, work.odd, work.sums):
+    for t in (work.settled, work.counts, work.odd, work.sums):
         if t is not None:
             t.zero_()
 
 
 def finished(launch: HopperBackwardLaunch, work: Any, dq: torch.Tensor) -> torch.Tensor:
-    """dQ of all heads, what `finish_queries` does for those that are left."""
+    """dQ of all heads, what `finish` does for those that are left."""
     p = launch.problem
     heads = p.batch * p.kv_heads
     done = dq.reshape(heads, p.group, p.q_len, p.head_dim).clone()

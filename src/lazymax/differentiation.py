@@ -12,6 +12,7 @@ import torch
 from . import mods, ops, ops_backward
 from .extras import NO_EXTRAS, NO_RULES, Extras, Rules
 
+_KNOWN = (torch.Tensor, torch.nn.Parameter, type(None))
 NO_NEEDS = [False] * 4  # gradients of mask, slopes, sinks and score_args
 INSTEAD = (
     "call torch's own scaled_dot_product_attention (lazymax.reference.TORCH_SDPA) under "
@@ -140,18 +141,20 @@ class _Eager(torch.autograd.Function):
         options = ctx.options
         saved = ops_backward.Saved(out, lse, options.impl, options.deterministic)
         tensors = torch.zeros_like(out) if grad_out is None else grad_out, grad_lse, q, k, v
-        if torch.is_grad_enabled() or not _plain(*(t for t in tensors if t is not None)):
+        if torch.is_grad_enabled() or not _plain(*tensors):
             # Of a second derivative the operator says that there is none.
             grads = torch.ops.lazymax.attention_backward(*tensors, *NO_EXTRAS, *ctx.rules, NO_NEEDS, *saved)
         else:
-            grads = ops_backward.run_backward(*tensors, NO_EXTRAS, ctx.rules, NO_NEEDS, saved)
+            grads = ops_backward.run_backward(*tensors, NO_EXTRAS, ctx.rules, NO_NEEDS, saved, True)
         return (*grads[:3], None, None)
 
 
-def _plain(*tensors: torch.Tensor) -> bool:
+def _plain(*tensors: torch.Tensor | None) -> bool:
     """Whether nothing but the implementation has to see a call: no subclass, no mode, no trace."""
-    known = all(type(t) is torch.Tensor or type(t) is torch.nn.Parameter for t in tensors)
-    return known and torch._C._len_torch_dispatch_stack() == 0 and torch._C._get_tracing_state() is None
+    for t in tensors:
+        if type(t) not in _KNOWN:
+            return False
+    return torch._C._len_torch_dispatch_stack() == 0 and torch._C._get_tracing_state() is None
 
 
 def forward(

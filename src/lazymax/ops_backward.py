@@ -35,7 +35,7 @@ class _Decision:
     forward: Plan
     plan: BackwardPlan
     launch: Any  # None on the reference route
-    strides: tuple[list[int], list[int], list[int]]  # of dq, dk, dv
+    strides: tuple[list[int], ...] | None  # of dq, dk, dv; None: those that torch gives to tensors like q, k, v
     copies_grad: bool  # the kernels cannot read the gradient of the output as it lies
 
 
@@ -64,7 +64,10 @@ def _decide(
     copies = grad_out.stride(3) != 1 or grad_out.dtype != q.dtype
     if chosen.tile is not None and chosen.tile.descriptors:
         copies = copies or descriptor_refusal("grad_out", grad_out) is not None
-    return _Decision(problem, arch, forward, chosen, _prepare(problem, chosen), strides, copies)  # type: ignore[arg-type]
+    alike = all(
+        torch.empty_like(t, device="meta").stride() == tuple(s) for t, s in zip((q, k, v), strides, strict=True)
+    )
+    return _Decision(problem, arch, forward, chosen, _prepare(problem, chosen), None if alike else strides, copies)
 
 
 def beside(problem: Problem, grad_out: torch.Tensor, step: int = 0) -> Problem:
@@ -152,24 +155,30 @@ def run_backward(
     rules: Rules,
     needs: list[bool],
     saved: Saved,
+    direct: bool = False,
 ) -> list[torch.Tensor]:
-    """The operator, on parsed arguments. Gradients of score_args, and with them all others, are the reference's."""
+    """The operator, on parsed arguments. Gradients of score_args, and with them all others, are the reference's.
+    direct: called past the dispatcher, for those of q, k and v alone."""
     key = (*_key(grad_out, grad_lse, q, k, v, extras, rules, saved), *needs)
     decision = _decided.get(key)
     if decision is None:
         if len(_decided) >= _DECIDED_LIMIT:
             _decided.clear()
         decision = _decided[key] = _decide(grad_out, q, k, v, extras, rules, saved)
-    grads = tuple(
-        torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device)
-        for t, strides in zip((q, k, v), decision.strides, strict=True)
-    )
+    grads: tuple[torch.Tensor, ...]
+    if decision.strides is None:
+        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    else:
+        grads = tuple(
+            torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device)
+            for t, strides in zip((q, k, v), decision.strides, strict=True)
+        )
     problem = decision.problem
     by_torch = needs[3] and any(t.is_floating_point() for t in extras.score_args)
     if decision.launch is not None and not by_torch:
         others = _by_kernels(decision, saved, grad_out, grad_lse, (q, k, v), extras, rules, needs, grads)
         if others is not None:
-            return [*grads, *others]
+            return list(grads) if direct else [*grads, *(q.new_empty(0) if grad is None else grad for grad in others)]
     found = reference.backward(grad_out, grad_lse, q, k, v, problem, extras, needs)
     for grad, own in zip(grads, found, strict=False):
         grad.copy_(own)
@@ -186,8 +195,8 @@ def _by_kernels(
     rules: Rules,
     needs: list[bool],
     grads: tuple[torch.Tensor, ...],
-) -> list[torch.Tensor] | None:
-    """Fill grads; those of mask, slopes, sinks and score_args, empty where `needs` says no. None: cannot be built."""
+) -> list[torch.Tensor | None] | None:
+    """Fill grads; those of mask, slopes, sinks and score_args, None where `needs` says no. None: cannot be built."""
     out, lse = saved.out, saved.lse
     if out is None or lse is None:
         out, lse = ops.run_forward(*inputs, extras, rules, ops.Options(saved.impl, return_lse=True))
@@ -215,7 +224,7 @@ def _by_kernels(
         sinks = _of_rows(extras.sinks.float(), extras, out.shape[2])
         weight = torch.exp(sinks - lse).where(lse > float("-inf"), 0.0)  # of the sink; rows of no sequence have none
         others[2] = _per_head(-(weight * delta).where(weight > 0, 0.0), extras.sinks, extras)
-    return [out.new_empty(0) if grad is None else grad for grad in others]
+    return others
 
 
 def _sequences(extras: Extras, rows: int) -> torch.Tensor:

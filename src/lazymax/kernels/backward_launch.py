@@ -36,7 +36,7 @@ PLANES = 4  # of gradients.Stats
 PREPARED_ROWS = 32  # of a program of gradients.prepare
 PREPARE_OPTIONS = launch_options(4, 1, None)
 NO_TILES = (None,) * 8
-NO_SUMS = (None,) * 3
+NO_SUMS = (None,) * 4
 ALONE = constant(0), constant(False)  # no columns of sums, no kernel that begins early
 # Rows of the heads that run side by side: about what two of their tensors keep of a large L2.
 ROWS_TOGETHER = 65536

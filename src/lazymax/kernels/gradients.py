@@ -78,16 +78,16 @@ def store_exact(stats, span, head, first_row, m, rest, ROWS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_stored", "n_cleared"])
-def prepare(out, d_out, lse, d_lse, stats, sums, counts, odd, n_rows, n_stored, n_cleared, ROWS: tl.constexpr, PIECES,
-            D_V: tl.constexpr, WIDE: tl.constexpr, SUM_COLS: tl.constexpr, CHAINED: tl.constexpr):
+def prepare(out, d_out, lse, d_lse, stats, sums, settled, counts, odd, n_rows, n_stored, n_cleared, ROWS: tl.constexpr,
+            PIECES, D_V: tl.constexpr, WIDE: tl.constexpr, SUM_COLS: tl.constexpr, CHAINED: tl.constexpr):
     """The statistics of ROWS rows from the forward's output and LSE. Grid: (query heads, tiles of rows, batch).
 
     out, d_out: `memory.View`. lse, d_lse (or None): fp32, (batch, heads, n_rows), contiguous. A row without keys gets
     the rest inf and the delta 0, whatever the gradients hold there; so do the rows from n_rows to n_stored. An LSE for
     which the fused exponent is too coarse gets the rest NaN: that shows in the gradients of a tile, which is then
     computed again (backward.py). To be filled with 0, or None: sums, fp32, n_cleared heads of (n_stored, SUM_COLS);
-    counts, int32, (batch, heads, 2), with odd, int8, (batch, heads, n_stored / 64). CHAINED:
-    the next kernel may begin (its launch says so, and it waits for this one by itself).
+    settled, int32, (batch, heads, n_stored / 64), with sums; counts, int32, (batch, heads, 2), with odd, int8, like
+    settled. CHAINED: the next kernel may begin (its launch says so, and it waits for this one by itself).
     """
     if CHAINED:
         tl.extra.cuda.gdc_launch_dependents()
@@ -119,11 +119,12 @@ def prepare(out, d_out, lse, d_lse, stats, sums, counts, odd, n_rows, n_stored, 
         if at < n_cleared:
             place = (tl.cast(at, tl.int64) * n_stored + first) * SUM_COLS + tl.arange(0, ROWS * SUM_COLS)
             tl.store(sums + place, tl.zeros([ROWS * SUM_COLS], tl.float32))
+        tile = at * (n_stored // 64) + first // 64
+        tl.store(settled + tile, 0)  # twice, where a tile has two programs
         if counts is not None:
+            tl.store(odd + tile, tl.full([], 0, tl.int8))
             if first == 0:
                 tl.store(counts + 2 * at + tl.arange(0, 2), tl.zeros([2], tl.int32))
-            if first % 64 == 0:
-                tl.store(odd + at * (n_stored // 64) + first // 64, tl.full([], 0, tl.int8))
 
 
 @triton.jit

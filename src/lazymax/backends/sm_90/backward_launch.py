@@ -1,9 +1,10 @@
 """From a problem and a row to the launches of this backend's backward."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from triton.experimental.gluon import language as gl
@@ -13,24 +14,30 @@ from ...backends import BackwardTile
 from ...compat import tritons
 from ...extras import NO_EXTRAS, Extras
 from ...kernels import backward, gradients
-from ...kernels.backward_launch import PLANES, PREPARE_OPTIONS, PREPARED_ROWS, BackwardLaunch, ToCompile, stats_of
+from ...kernels.backward_launch import PLANES, PREPARE_OPTIONS, PREPARED_ROWS, BackwardLaunch, ToCompile
 from ...kernels.launch import (
     LOG2E,
     NO_LENGTHS,
     NO_MODIFIERS,
+    PLAIN_MODIFIERS,
+    Address,
     constant,
     launch_options,
+    leaves,
     modifiers_of,
+    plain,
+    plain_views,
     rebased,
+    rebaser,
     run,
     view_strides,
+    views,
 )
-from ...kernels.memory import View
 from ...kernels.tma import describe, multiprocessors
 from ...problem import Problem
 from .backward_rows import KEYS, HopperBackwardTile
 from .kernels.backward import Config, attention_backward
-from .kernels.finish import BLOCKS, ROWS, TILES, finish_keys, finish_queries
+from .kernels.finish import BLOCKS, ROWS, TILES, Band, Sizes, finish
 from .launch import USUAL
 
 if TYPE_CHECKING:
@@ -40,24 +47,38 @@ if TYPE_CHECKING:
 # the last one that does to the first that adds to them again.
 TO_FINISH, TO_ADD = 1.5, 1.0
 SIDE = 64  # of a square of a sum
-KERNELS = 4  # of a call
+KERNELS = 3  # of a call
+ALIGNMENT = 512  # bytes, of a part of a call's memory, as torch's allocator has it
 DESCRIPTORS = 9  # that `attention_backward` takes
 # Under a band: heads, more took 5% at S=1024; rows of queries of them, four times as many took 2% at S=4096.
 MOST_TOGETHER, ROWS_TOGETHER = 16, 16384
-FINISH_OPTIONS = launch_options(4, 1, None)
+# Registers: the paths that hardly anybody takes want 210, which would be two CTAs a multiprocessor for four.
+FINISH_OPTIONS = launch_options(4, 1, 128)
 CHAINED = {"launch_pdl": True}  # a kernel begins while the one before it ends, and waits for its results by itself
 
 
-@dataclass(slots=True)
-class _Work:
-    """Tensors of one call between its kernels."""
+class Work(NamedTuple):
+    """What one call has between its kernels: tensors in one piece of memory, or their addresses."""
 
-    stats: torch.Tensor  # fp32, (PLANES, B, Hq, whole tiles of queries)
-    sums: torch.Tensor  # fp32, (heads with a sum, group, whole tiles of queries, width), see kernels/sums.py
+    stats: Any  # fp32, (PLANES, B, Hq, whole tiles of queries)
+    sums: Any  # fp32, (heads with a sum, group, whole tiles of queries, width), see kernels/sums.py
+    found: Any  # int8, (B, Hkv, blocks, KEYS), see `finish`
+    settled: Any  # int32, (B, Hq, tiles of 64 queries), see `finish`
     # Where CTAs finish sums, see `attention_backward`:
-    counts: torch.Tensor | None  # int32, (B, Hq, 2)
-    odd: torch.Tensor | None  # int8, (B, Hq, tiles of 64 queries): 1 where dQ has NaN or inf
-    found: torch.Tensor  # int8, see `finish_keys`
+    counts: Any  # int32, (B, Hq, 2)
+    odd: Any  # int8, (B, Hq, tiles of 64 queries): 1 where dQ has NaN or inf
+
+
+class _Form(NamedTuple):
+    """How the kernels get their arguments: Triton's JIT wants tensors and names, a launcher neither."""
+
+    tensor: Callable[[torch.Tensor], Any]
+    views: Callable[[Sequence[torch.Tensor], Sequence[tuple[int, ...]]], list[Any]]  # see `memory.View`
+    inputs: Callable[..., Any]
+    stats: Callable[..., Any]
+    modifiers: Any  # of a call without extras
+    tiles: Sequence[Callable[[Any], Any]]  # tensors to descriptors, see `_describe`
+    fixed: tuple[tuple[Any, ...], ...]  # the last arguments of each kernel, which are the same in every call
 
 
 @dataclass(slots=True)
@@ -68,7 +89,7 @@ class HopperBackwardLaunch:
     config: Config
     portable: BackwardLaunch  # of the same problem: numbers and builds of the cold paths
     options: dict[str, Any]
-    to_finish: dict[str, Any]  # options of the kernels behind the main one
+    to_finish: dict[str, Any]  # options of the kernel behind the main one
     chained: Any  # a constexpr: whether kernels begin before those in front of them have ended
     width: int
     rows: int  # of a head, in whole tiles
@@ -76,11 +97,16 @@ class HopperBackwardLaunch:
     # See `arrange`.
     together: int = 1  # heads that are worked on side by side, a group
     lead: int = 0  # how many CTAs later a part of a sum is finished
-    finished: int = 0  # groups, from the first on, whose dQ later CTAs make; the rest is left to `finish_queries`
+    finished: int = 0  # groups, from the first on, whose dQ later CTAs make; the rest is left to `finish`
     ring: int = 0  # groups that have sums at a time
+    parts: Sequence[tuple[int, tuple[int, ...], torch.dtype] | None] = ()  # of `Work`: first byte, shape, dtype
+    size: int = 0  # bytes of all of them
+    grids: tuple[tuple[int, int, int], ...] = ()
+    # Made of the first call.
     strides: list[tuple[int, ...]] | None = None  # of the views of q, k, v, d_out, out, dq, dk and dv
-    tiles: list[TensorDescriptor] | None = None  # of the first call's tensors
-    binaries: list[Callable[..., None] | None] | None = None
+    named: _Form | None = None
+    plain: _Form | None = None
+    launchers: list[Callable[..., None]] | None = None  # once all kernels are built
 
     @classmethod
     def prepare(cls, problem: Problem, tile: HopperBackwardTile, plan: "BackwardPlan") -> "HopperBackwardLaunch":
@@ -123,54 +149,90 @@ class HopperBackwardLaunch:
             self.finished = max(0, heads * self.blocks - self.lead) // of_group
             self.ring = min(self.ring, -(-(of_group + self.lead + int(TO_ADD * side_by_side)) // of_group))
         self.config = self.config._replace(FINISHES=constant(self.finished > 0))
-        self.tiles = self.binaries = None
+        self._lay_out()
+        self.named = self.plain = self.launchers = None
 
     @property
     def sums(self) -> int:
         """How many key heads have a sum at a time."""
         return min(self.problem.batch * self.problem.kv_heads, self.ring * self.together)
 
-    def work(self, device: torch.device) -> _Work:
-        p = self.problem
-        stats = torch.empty(PLANES, p.batch, p.q_heads, self.rows, dtype=torch.float32, device=device)
-        sums = torch.empty(self.sums, p.group, self.rows, self.width, dtype=torch.float32, device=device)
-        found = torch.empty(p.batch, p.kv_heads, self.blocks, KEYS, dtype=torch.int8, device=device)
-        counts = odd = None
-        if self.finished:
-            counts = torch.empty(p.batch, p.q_heads, 2, dtype=torch.int32, device=device)
-            odd = torch.empty(p.batch, p.q_heads, self.rows // ROWS.value, dtype=torch.int8, device=device)
-        return _Work(stats, sums, counts, odd, found)
+    def _lay_out(self) -> None:
+        """Where in the memory of a call each part of it is."""
+        p, tiles, finishes = self.problem, self.rows // ROWS.value, self.finished > 0
+        heads = p.batch, p.q_heads
+        wanted = Work(
+            stats=((PLANES, *heads, self.rows), torch.float32),
+            sums=((self.sums, p.group, self.rows, self.width), torch.float32),
+            found=((p.batch, p.kv_heads, self.blocks, KEYS), torch.int8),
+            settled=((*heads, tiles), torch.int32),
+            counts=((*heads, 2), torch.int32) if finishes else None,
+            odd=((*heads, tiles), torch.int8) if finishes else None,
+        )
+        self.parts, self.size = [], 0
+        for part in wanted:
+            self.parts.append(part and (self.size, *part))
+            if part is not None:
+                self.size += -(-math.prod(part[0]) * part[1].itemsize // ALIGNMENT) * ALIGNMENT
+
+    def _fix(self, sources: Sequence[Any]) -> _Form:
+        """What is decided by the first call. sources: of the descriptors."""
+        p, portable = self.problem, self.portable
+        tiles, heads, width = self.rows // ROWS.value, p.batch * p.kv_heads, constant(self.width)
+        ring, keys = self.sums * p.group, heads * self.blocks
+        to_prepare = (p.q_len, self.rows, ring, *portable.prepared, width, self.chained)
+        main = (
+            p.scale * LOG2E, p.scale, p.q_len, p.kv_len, p.first_offset or 0, p.last_offset or 0, p.kv_heads, p.group,
+            self.blocks, heads, self.together, self.lead, self.finished, self.ring, self.config,
+        )  # fmt: skip
+        done = self.finished * self.together * p.group * tiles
+        left = heads * p.group * tiles - done
+        sizes = Sizes(done, left, tiles, ring, self.blocks, keys, p.kv_heads)
+        scale_log2, scale, *band = portable.scalars
+        to_finish = (sizes, Band(*band), scale_log2, scale, NO_LENGTHS, portable.queries.config, width, self.chained)
+        programs = left + -(-done // TILES.value) + -(-keys // BLOCKS.value)
+        self.grids = (p.q_heads, self.rows // PREPARED_ROWS, p.batch), (keys, 1, 1), (programs, 1, 1)
+        described, fixed = self._describe(*sources), (to_prepare, main, to_finish)
+        again = [partial(rebased, of) for of in described]
+        bare = [rebaser(of) for of in described]
+        self.plain = _Form(torch.Tensor.data_ptr, plain_views, leaves, leaves, PLAIN_MODIFIERS, bare, plain(fixed))
+        return _Form(lambda t: t, views, backward.Inputs, gradients.Stats, NO_MODIFIERS, again, fixed)
+
+    def work(self, device: torch.device) -> Work:
+        memory = torch.empty(self.size, dtype=torch.uint8, device=device)
+
+        def part(first: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            return memory[first : first + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+        return Work(*[of and part(*of) for of in self.parts])
 
     def arguments(
-        self, inputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], work: _Work
+        self, inputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], work: Work
     ) -> tuple[tuple[int, int, int], tuple[Any, ...]]:
         """(grid, arguments) of `attention_backward`. inputs: q, k, v, d_out. grads: dq, dk, dv."""
-        p = self.problem
-        block_m = self.config.BLOCK_M.value
-        stats = work.stats.view(-1, block_m)
-        sources = [*inputs, stats, *grads[1:]]
-        if self.finished:
-            sources += [grads[0], work.sums.view(-1, SIDE)]
-        if self.tiles is None:
-            self.tiles = self._describe(*sources)
-        tiles = [rebased(of, t) for of, t in zip(self.tiles, sources, strict=True)]
-        tiles += [None] * (DESCRIPTORS - len(tiles))
-        heads = p.batch * p.kv_heads
-        numbers = (
-            p.scale * LOG2E, p.scale, p.q_len, p.kv_len, p.first_offset or 0, p.last_offset or 0, p.kv_heads, p.group,
-            self.blocks, heads, self.together, self.lead, self.finished, self.ring,
-        )  # fmt: skip
-        to_add = (work.sums, work.counts, work.odd, work.found)
-        return (heads * self.blocks, 1, 1), (*tiles, *to_add, *numbers, self.config)
+        if self.named is None:
+            self.named = self._fix(self._sources(inputs, grads, work))
+        return self.grids[1], self._main(self.named, inputs, grads, work)
+
+    def _sources(self, inputs: Sequence[Any], grads: Sequence[Any], work: Work) -> tuple[Any, ...]:
+        """What the descriptors are of."""
+        more = (grads[0], work.sums) if self.finished else ()
+        return (*inputs, work.stats, *grads[1:], *more)
+
+    def _main(self, form: _Form, inputs: Sequence[Any], grads: Sequence[Any], work: Work) -> tuple[Any, ...]:
+        sources = self._sources(inputs, grads, work)
+        tiles = [of(t) for of, t in zip(form.tiles, sources, strict=True)]
+        missing = (None,) * (DESCRIPTORS - len(tiles))
+        return (*tiles, *missing, work.sums, work.counts, work.odd, work.found, *form.fixed[1])
 
     def _describe(self, q: Any, k: Any, v: Any, d_out: Any, stats: Any, dk: Any, dv: Any, *of_sums: Any) -> list[Any]:
-        """Descriptors of tensors. of_sums: dQ and the squares of its sums, if CTAs make some of it."""
+        """Descriptors of tensors. of_sums: dQ and its sums, in squares, if CTAs make some of it."""
 
         def flat(t: torch.Tensor, rows: int, cols: int) -> TensorDescriptor:
             layout = gl.NVMMASharedLayout(0, 32, rank=2)
-            return TensorDescriptor(t, list(t.shape), [t.stride(0), 1], [rows, cols], layout)
+            return TensorDescriptor(t, [t.numel() // cols, cols], [cols, 1], [rows, cols], layout)
 
-        rows = stats.shape[1]
+        rows = self.config.BLOCK_M.value
         heads = [describe(t, n, self.width) for t, n in ((q, rows), (k, KEYS), (v, KEYS), (d_out, rows))]
         grads = [describe(t, KEYS // 2, self.width) for t in (dk, dv)]
         more = [describe(of_sums[0], SIDE, 8), flat(of_sums[1], SIDE, SIDE)] if of_sums else []
@@ -183,36 +245,43 @@ class HopperBackwardLaunch:
         lse: torch.Tensor,
         d_lse: torch.Tensor | None,
         grads: Sequence[torch.Tensor],
-        work: _Work,
+        work: Work,
         extras: Extras = NO_EXTRAS,
     ) -> Iterator[tuple[Any, tuple[int, int, int], tuple[Any, ...], dict[str, Any]]]:
-        """(kernel, grid, arguments, options) of every kernel, in their order; the arguments of one are made when the
-        one before has been launched and the GPU has work."""
-        p, portable = self.problem, self.portable
-        tensors = (*inputs, out, *grads)
+        """(kernel, grid, arguments, options) of every kernel, in their order."""
+        if self.named is None:
+            self.named = self._fix(self._sources(inputs, grads, work))
         if self.strides is None:
-            self.strides = [view_strides(t) for t in tensors]
-        views = [View(t, *steps) for t, steps in zip(tensors, self.strides, strict=True)]
-        of_inputs, (of_out, dq, dk, dv) = backward.Inputs(*views[:4]), views[4:]
-        stats = stats_of(work.stats)
-        to_clear = (work.sums, work.counts, work.odd)
-        to_prepare = (of_out, of_inputs.d_out, lse, d_lse, stats, *to_clear, p.q_len, self.rows, self.sums * p.group,
-                      *portable.prepared, constant(self.width), self.chained)  # fmt: skip
-        yield gradients.prepare, (p.q_heads, self.rows // PREPARED_ROWS, p.batch), to_prepare, PREPARE_OPTIONS
-        grid, main = self.arguments(inputs, grads, work)
-        yield attention_backward, grid, main, self.options
-        tiles = self.rows // ROWS.value
-        modifiers = NO_MODIFIERS if extras is NO_EXTRAS else modifiers_of(p, extras)
-        rest = (*portable.scalars, NO_LENGTHS, modifiers)
-        done = self.finished * self.together * p.group * tiles
-        left = p.batch * p.q_heads * tiles - done
-        to_sum = (work.sums, work.odd, done, left, tiles, p.q_heads, self.sums * p.group, constant(self.width))
-        of_queries = (*to_sum, of_inputs, dq, stats, *rest, portable.queries.config, self.chained)
-        yield finish_queries, (left + -(-done // TILES.value), 1, 1), of_queries, self.to_finish
-        blocks = p.batch * p.kv_heads * self.blocks
-        to_find = (work.found, self.blocks, p.kv_heads, blocks)
-        of_keys = (*to_find, of_inputs, dk, dv, stats, *rest, portable.keys[0].config, self.chained)
-        yield finish_keys, (-(-blocks // BLOCKS.value), 1, 1), of_keys, self.to_finish
+            self.strides = [view_strides(t) for t in (*inputs, out, *grads)]
+        modifiers = NO_MODIFIERS if extras is NO_EXTRAS else modifiers_of(self.problem, extras)
+        of_each = self._of_each(self.named, inputs, out, lse, d_lse, grads, work, modifiers)
+        kernels = (gradients.prepare, PREPARE_OPTIONS), (attention_backward, self.options), (finish, self.to_finish)
+        for (kernel, options), grid, arguments in zip(kernels, self.grids, of_each, strict=True):
+            yield kernel, grid, arguments, options
+
+    def _of_each(
+        self,
+        form: _Form,
+        inputs: Sequence[torch.Tensor],
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        d_lse: torch.Tensor | None,
+        grads: Sequence[torch.Tensor],
+        work: Work,
+        modifiers: Any,
+    ) -> Iterator[tuple[Any, ...]]:
+        """Arguments of every kernel; those of one are made when the one before has been launched and the GPU has
+        work."""
+        assert self.strides is not None
+        p, tensor = self.problem, form.tensor
+        of = form.views((*inputs, out, *grads), self.strides)
+        stats = form.stats(work.stats, p.batch * p.q_heads * self.rows, p.q_heads * self.rows, self.rows)
+        to_clear = (work.sums, work.settled, work.counts, work.odd)
+        of_lse = tensor(lse), None if d_lse is None else tensor(d_lse)
+        yield (of[4], of[3], *of_lse, stats, *to_clear, *form.fixed[0])
+        yield self._main(form, inputs, grads, work)
+        to_read = (work.sums, work.odd, work.found, work.settled)
+        yield (*to_read, form.inputs(*of[:4]), *of[5:], stats, modifiers, *form.fixed[2])
 
     def to_compile(self, tensors: Sequence[torch.Tensor], extras: Extras, tile: BackwardTile) -> list[ToCompile]:
         """As `BackwardLaunch.to_compile`; the kernels behind the main one have no products but on their cold paths."""
@@ -232,14 +301,24 @@ class HopperBackwardLaunch:
         extras: Extras = NO_EXTRAS,
         d_slopes: torch.Tensor | None = None,
         of_mask: bool = False,
-    ) -> tuple[torch.Tensor, None]:
-        """As `BackwardLaunch`; of the extras sinks at most, which are in the LSE."""
+    ) -> tuple[torch.Tensor | None, None]:
+        """As `BackwardLaunch`; of the extras sinks at most, which are in the LSE. Delta is for their gradient alone:
+        None without extras."""
         assert d_slopes is None and not of_mask
+        if self.launchers is not None and self.plain is not None and extras is NO_EXTRAS:
+            memory = torch.empty(self.size, dtype=torch.uint8, device=out.device)
+            first = memory.data_ptr()
+            work = Work(*[part and Address(first + part[0]) for part in self.parts])
+            of_each = self._of_each(self.plain, inputs, out, lse, d_lse, grads, work, self.plain.modifiers)
+            for launch, arguments in zip(self.launchers, of_each, strict=True):
+                launch(*arguments)
+            return None, None
         work = self.work(out.device)
         launches = self.launches(inputs, out, lse, d_lse, grads, work, extras)
-        binaries = self.binaries or [None] * KERNELS
-        self.binaries = [
-            run(kernel, grid, binary, arguments, **options)
-            for (kernel, grid, arguments, options), binary in zip(launches, binaries, strict=True)
+        launchers: Sequence[Any] = self.launchers if self.launchers is not None else [None] * KERNELS
+        made = [
+            run(kernel, grid, launcher, arguments, **options)
+            for (kernel, grid, arguments, options), launcher in zip(launches, launchers, strict=True)
         ]
+        self.launchers = made if all(made) else None
         return work.stats[gradients.DELTA.value, :, :, : self.problem.q_len], None

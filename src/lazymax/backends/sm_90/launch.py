@@ -17,11 +17,15 @@ from ...kernels.launch import (
     lengths_of,
     per_head,
     pieces,
+    plain,
+    plain_views,
     positive_scale,
     rebased,
+    rebaser,
     run,
     start,
     view_strides,
+    views,
 )
 from ...kernels.memory import View
 from ...kernels.tma import describe, described, multiprocessors
@@ -151,6 +155,7 @@ class HopperLaunch:
     strides: tuple[tuple[int, ...], ...] | None = None  # of the views of q, k, v, out
     descriptors: tuple[TensorDescriptor | None, ...] | None = None  # of the first call's tensors, see `_describe`
     binary: Callable[..., None] | None = None
+    bare: tuple[tuple[Any, ...], Any] | None = None  # for the binary: what makes its descriptors, and the config
     arranging: Callable[..., None] | None = None  # binary of `arrange`
     merging: Callable[..., None] | None = None  # binary of `merge`
 
@@ -263,10 +268,18 @@ class HopperLaunch:
             self.side_by_side, numbers = table.shape[1], self._numbers(table, lap)
             if not p.ragged:  # the table of a ragged call is its own: calls may come from several threads
                 self.numbers = numbers
-        views = [View(t, *steps) for t, steps in zip(tensors, self.strides, strict=True)]
         sources = (*tensors, q, k)
-        tiles = [of and rebased(of, t) for of, t in zip(self.descriptors, sources, strict=True)]
-        return *views, lse, q.shape[2], *tiles, *numbers, self._modifiers(lse, extras), self.config
+        if self.binary is None or self.division.splits > 1:  # which keeps its tensors for `merge`
+            tiles = [of and rebased(of, t) for of, t in zip(self.descriptors, sources, strict=True)]
+            modifiers = self._modifiers(lse, extras)
+            return *views(tensors, self.strides), lse, q.shape[2], *tiles, *numbers, modifiers, self.config
+        if self.bare is None:
+            self.bare = tuple(of and rebaser(of) for of in self.descriptors), plain(self.config)
+        makers, config = self.bare
+        tiles = [make and make(t) for make, t in zip(makers, sources, strict=True)]
+        of_lse = lse.data_ptr()
+        given = *tiles, *numbers, tuple(self._modifiers(of_lse, extras))
+        return *plain_views(tensors, self.strides), of_lse, q.shape[2], *given, config
 
     def _numbers(self, table: torch.Tensor, lap: int) -> tuple[Any, ...]:
         """The arguments from the schedule on, as far as they are the same in every call."""
@@ -288,7 +301,7 @@ class HopperLaunch:
         tails = (describe_rows(q, p, self.config, rest), describe(k, keys, rest)) if rest else (None, None)
         return of_q, of_k, describe(v, keys, width(p.v_head_dim)), of_out, *tails
 
-    def _modifiers(self, unused: torch.Tensor, extras: Extras) -> Modifiers:
+    def _modifiers(self, unused: Any, extras: Extras) -> Modifiers:
         p = self.problem
         sinks, batch_stride = per_head(extras.sinks) if extras.sinks is not None else (unused, 0)
         factor = 2.0 * LOG2E * abs(p.scale) / p.softcap if p.softcap else 0.0
