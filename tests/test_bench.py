@@ -7,7 +7,6 @@ import warnings
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ import torch.nn.functional as F
 from lazymax import arch as arches
 from lazymax import ops, reference
 from lazymax.backends import Tile, When, registry
-from lazymax.bench import check, clock, command, peers, report
+from lazymax.bench import check, clock, command, report
 from lazymax.bench.cases import SUITES, Case, label
 from lazymax.bench.check import FAILED, LEFT_OUT, OK, WRONG, Oracle, pieces
 from lazymax.bench.clock import GraphClock, HostClock, clock_for, order, ratio, rounds_of
@@ -227,29 +226,6 @@ def test_graphs_are_judged_too():
     refused.turn = 1
     found = measure(SQUARE, torch.bfloat16, candidates(""), refused, rounds=2, window_ms=1)  # type: ignore[arg-type]
     assert [row.status for row in found] == [FAILED]
-
-
-@pytest.mark.parametrize("failures", [0, 1, 2])
-def test_a_capture_is_tried_twice(monkeypatch, failures):
-    runs, replays = [], []
-
-    def capture(candidate):
-        runs.append("captured")
-        if runs.count("captured") <= failures:
-            raise RuntimeError("something was loaded")
-        return SimpleNamespace(replay=lambda: replays.append(1)), candidate.run()
-
-    monkeypatch.setattr(peers, "_capture", capture)
-    candidate = Ready(lambda: runs.append("run") or len(runs))
-    if failures == 2:
-        with pytest.raises(RuntimeError, match="something was loaded"):
-            peers.captured(candidate)
-    else:
-        captured = peers.captured(candidate)
-        assert captured.run() == captured.run() == len(runs) and len(replays) == 2
-    assert (
-        runs == [["captured", "run"], ["captured", "run", "captured", "run"], ["captured", "run", "captured"]][failures]
-    )
 
 
 @pytest.mark.parametrize(

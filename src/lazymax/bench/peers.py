@@ -78,25 +78,16 @@ def graph(case: Case, problem: Problem, q: torch.Tensor, k: torch.Tensor, v: tor
 
 def captured(candidate: Ready) -> Ready:
     """The candidate, which has run once, as a CUDA graph, whose `run` returns the graph's own output. Raises
-    RuntimeError where a call cannot be captured, twice: a library may load something in the first capture (FA4 does in
-    a process' first case)."""
-    try:
-        graph, out = _capture(candidate)
-    except RuntimeError:
-        candidate.run()
-        graph, out = _capture(candidate)
+    RuntimeError where a call cannot be captured."""
+    graph = torch.cuda.CUDAGraph()
+    with candidate.context(), torch.cuda.graph(graph, stream=candidate.stream):
+        out = candidate.run()
 
     def run() -> Any:
         graph.replay()
         return out
 
     return Ready(run)
-
-
-def _capture(candidate: Ready) -> tuple[torch.cuda.CUDAGraph, Any]:
-    graph = torch.cuda.CUDAGraph()
-    with candidate.context(), torch.cuda.graph(graph, stream=candidate.stream):
-        return graph, candidate.run()
 
 
 def sdpa(backend: str | None) -> Make:

@@ -50,8 +50,7 @@ SIDE = 64  # of a square of a sum
 KERNELS = 3  # of a call
 ALIGNMENT = 512  # bytes, of a part of a call's memory, as torch's allocator has it
 DESCRIPTORS = 9  # that `attention_backward` takes
-# Under a band: heads, more took 5% at S=1024; rows of queries of them, four times as many took 2% at S=4096.
-MOST_TOGETHER, ROWS_TOGETHER = 16, 16384
+MOST_TOGETHER = 16  # heads under a band, where their CTAs do not fill the GPU: more took 5% at S=1024
 # Registers: the paths that hardly anybody takes want 210, which would be two CTAs a multiprocessor for four.
 FINISH_OPTIONS = launch_options(4, 1, 128)
 CHAINED = {"launch_pdl": True}  # a kernel begins while the one before it ends, and waits for its results by itself
@@ -123,7 +122,8 @@ class HopperBackwardLaunch:
         )
         heads, blocks = p.batch * p.kv_heads, -(-p.kv_len // KEYS)
         banded = p.first_offset is not None or p.last_offset is not None
-        together = max(1, min(heads, MOST_TOGETHER, ROWS_TOGETHER // (p.q_len * p.group))) if banded else 1
+        side_by_side = multiprocessors(USUAL)
+        together = max(1, min(heads, MOST_TOGETHER, side_by_side // blocks)) if banded else 1
         chained = not tritons.interpreting()
         made = cls(
             problem=p,
@@ -137,7 +137,7 @@ class HopperBackwardLaunch:
             rows=-(-p.q_len // block_m) * block_m,
             blocks=blocks,
         )
-        made.arrange(together, multiprocessors(USUAL), tile.finishes)
+        made.arrange(together, side_by_side, tile.finishes)
         return made
 
     def arrange(self, together: int, side_by_side: int, finishes: bool) -> None:
