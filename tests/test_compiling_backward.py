@@ -43,6 +43,16 @@ def test_gfx1151_spills_nothing(dim, dtype, compiler):
     assert [line for line in lines if line["vector"] or line["scalar"]] == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [192, 256])
+def test_gfx1150_spills_nothing_of_dq(dim, compiler):
+    """Two thirds of gfx1151's register file: a row of its own."""
+    lines = [line for line in compiler.call("compiled:backward_spills", "gfx1150", dim, "bfloat16")
+             if line["kernel"] == "dq"]  # fmt: skip
+    assert len(lines) == 6
+    assert [line for line in lines if line["vector"] or line["scalar"]] == []
+
+
 # (head dims, dtype, by descriptors): every row of sm_100, one tile of the head dimension and two.
 FEW = [((128, 128), "bfloat16", True), ((128, 128), "bfloat16", False), ((256, 256), "float32", False)]
 SOURCES = (("bfloat16", True), ("bfloat16", False), ("float32", False))

@@ -143,14 +143,14 @@ BACKEND = Backend(
             keys=Half(block_m=64, block_n=64, num_warps=8, num_stages=1),
             queries=Half(block_m=64, block_n=64, num_warps=4, num_stages=1, max_registers=255),
             when=When(max_head_dim=128, dtypes=HALF),
-            reason="strides that no tensor descriptor can express; dK and dV on 4 warps spill up to 216 bytes, dQ whose "
+            reason="strides that descriptors cannot take; dK and dV on 4 warps spill up to 216 bytes, dQ whose "
             "registers ptxas chooses 12 to 44",
             provenance=COMPILED_BACKWARD,
         ),
         BackwardTile(
             keys=Half(block_m=64, block_n=64, num_warps=8, num_stages=1, one_loop=True),
             queries=Half(block_m=64, block_n=64, num_warps=8, num_stages=1), descriptors=True, when=When(dtypes=HALF),
-            reason="head dim 256: 131 KB; a loop of heads around the loops of tiles spills 44 to 72 bytes on Triton 3.9",
+            reason="head dim 256: 131 KB; a loop of heads around those of tiles spills 44 to 72 bytes on Triton 3.9",
             provenance=COMPILED_BACKWARD,
         ),
         BackwardTile(
