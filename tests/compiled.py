@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from ptxas import assembled
 from triton.runtime.driver import driver
 
 from lazymax import arch as arches
@@ -153,6 +154,28 @@ def backward_spills(name: str, head_dim: int, dtype: str) -> list[dict[str, Any]
                 counts = {kind: int(re.search(rf"\.{short}gpr_spill_count:\s+(\d+)", text)[1])  # type: ignore[index]
                           for kind, short in (("vector", "v"), ("scalar", "s"))}  # fmt: skip
                 lines.append({"kernel": kernel, "band": band, "group": group, **counts})
+    return lines
+
+
+def backward_assembled(
+    name: str, dims: tuple[int, int], dtype: str, descriptors: bool, few: bool
+) -> list[dict[str, Any]]:
+    """Bytes that ptxas spills in all functions of the main kernels of an NVIDIA GPU's row, in every band, with and
+    without a group of heads. few: of causal problems with a group and of full ones without."""
+    arch, lines = arches.by_name(name), []
+    backend = next(n for n, b in registry().items() if b.backward and b.serves(arch))
+    causal, window = {"causal": "top_left"}, {"window": (100, 50), "window_align": "bottom_right"}
+    for band, group in ((causal, 2), ({}, 1), ({}, 2), (causal, 1), (window, 2), (window, 1))[: 2 if few else None]:
+        problem = Problem.from_shape((2, 8 * group, 8, 4096, 4096, *dims), dtype, return_lse=True, **band)
+        if not descriptors:
+            problem = replace(problem, descriptor_refusal="compiled for strides that descriptors cannot take")
+        tile = next(row for row in registry()[backend].backward if row.refusal(problem, arch) is None)
+        assert tile.descriptors is descriptors
+        chosen = compiling_backward.plan_of(backend, tile, arch)
+        for kernel, (row, build) in compiling_backward.builds(problem, chosen, arch).items():
+            compiled, spills, _ = assembled(build)
+            fits = compiled.metadata.shared <= arch.shared_memory
+            lines.append({"kernel": kernel, "row": row, "band": band, "group": group, "spills": spills, "fits": fits})
     return lines
 
 

@@ -47,8 +47,16 @@ def anew(row: BackwardTile, columns: int | None) -> BackwardTile:
     return replace(row, **dict(zip(("keys", "queries"), halves, strict=True)))
 
 
+ONE_LOOP = replace(LARGE, keys=replace(LARGE.keys, one_loop=True))
 APART, ANEW, BOTH = separate(LARGE), anew(TALL, None), separate(anew(FLAT, 16))
-ROWS = {"16x16": SMALL, "32x32": LARGE, "separate": APART, "reload": ANEW, "separate, reload": BOTH}
+ROWS = {
+    "16x16": SMALL,
+    "32x32": LARGE,
+    "one loop": ONE_LOOP,
+    "separate": APART,
+    "reload": ANEW,
+    "separate, reload": BOTH,
+}
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from lazymax import arch as arches
+from lazymax import compiling_backward
 from lazymax.backends import registry
 
 # Registers (AMD) or bytes of stack (NVIDIA) that rows are known to spill; all others spill nothing. On sm_90 two loads
@@ -21,7 +22,8 @@ def check(lines: list[dict[str, Any]]) -> None:
         assert line["in_loop"] or not line["half"], line
         assert line["shared"] <= arches.by_name(line["arch"]).shared_memory, line
         size = line["problem"].split()[1]
-        if line["half"] and (size in ("D=64", "D=128") or line["arch"] == "gfx1151"):
+        strict = line["half"] and (size in ("D=64", "D=128") or line["arch"] == "gfx1151")
+        if strict or line["backend"] == "sm_100":
             assert line["spills"] <= MAY_SPILL.get((line["arch"], size), 0), line
 
 
@@ -39,6 +41,41 @@ def test_gfx1151_spills_nothing(dim, dtype, compiler):
     lines = compiler.call("compiled:backward_spills", "gfx1151", dim, dtype)
     assert len(lines) == 6 * (2 if dim == 64 else 3)
     assert [line for line in lines if line["vector"] or line["scalar"]] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [192, 256])
+def test_gfx1150_spills_nothing_of_dq(dim, compiler):
+    """Two thirds of gfx1151's register file: a row of its own."""
+    lines = [line for line in compiler.call("compiled:backward_spills", "gfx1150", dim, "bfloat16")
+             if line["kernel"] == "dq"]  # fmt: skip
+    assert len(lines) == 6
+    assert [line for line in lines if line["vector"] or line["scalar"]] == []
+
+
+# (head dims, dtype, by descriptors): every row of sm_100, one tile of the head dimension and two.
+FEW = [((128, 128), "bfloat16", True), ((128, 128), "bfloat16", False), ((256, 256), "float32", False)]
+SOURCES = (("bfloat16", True), ("bfloat16", False), ("float32", False))
+MANY = [(dims, *of) for dims in ((128, 128), (64, 64), (256, 256), (96, 96), (192, 128)) for of in SOURCES]
+MANY += [((128, 128), "float16", True), ((128, 128), "float16", False)]
+
+
+@pytest.mark.parametrize("arch, build, few", [
+    *(("sm_100", build, True) for build in FEW),
+    *(pytest.param("sm_100", build, False, marks=pytest.mark.slow) for build in MANY),
+    *(pytest.param("sm_103", build, True, marks=pytest.mark.slow) for build in FEW),
+])  # fmt: skip
+def test_sm_100_spills_nothing(arch, build, few, compiler):
+    """By ptxas, in no function, in any band, with and without a group of heads."""
+    lines = compiler.call("compiled:backward_assembled", arch, *build, few)
+    assert len(lines) == 2 * (2 if few else 6) and all(line["fits"] for line in lines)
+    assert [line for line in lines if line["spills"]] == []
+
+
+def test_sm_103_has_the_rows_of_sm_100():
+    table = registry()["sm_100"]
+    found = [compiling_backward.rows(arches.by_name(name), table) for name in ("sm_100", "sm_103")]
+    assert found[0] == found[1] and {tile for tile, _ in found[0].values()} == set(table.backward)
 
 
 @pytest.mark.slow

@@ -156,6 +156,7 @@ class Half:
     # operand comes piece by piece when its product is due. Not with descriptors.
     reload: bool = False
     columns: int | None = None  # of a piece of the head dimension at most. Not with descriptors
+    one_loop: bool = False  # of dK and dV: the tiles of all heads of a group in one loop, as with `reload`
     separate: bool = False  # dK and dV in a launch each: five products for four, but half of the sums in registers
 
     @property
@@ -163,6 +164,7 @@ class Half:
         more = f"-r{self.max_registers}" if self.max_registers else ""
         more += "-reload" if self.reload else ""
         more += f"-c{self.columns}" if self.columns else ""
+        more += "-oneloop" if self.one_loop else ""
         more += "-separate" if self.separate else ""
         return f"{self.block_m}x{self.block_n}-w{self.num_warps}-s{self.num_stages}{more}"
 

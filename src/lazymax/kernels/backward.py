@@ -36,6 +36,7 @@ class Config(NamedTuple):
     DESCRIPTOR: Any  # q, k, v and d_out come through tensor descriptors, else through pointers
     EXACT: Any  # the exact exponent, see softmax.recompute: float masks (rows of the lowest number), and fp32
     RELOAD: Any  # operands come when their product is due, a program's own anew in each round, see `backends.Half`
+    ONE_LOOP: Any  # of dK and dV: the tiles of all heads of a group in one loop
     PRECISION: Any
     UPCAST: Any
     WIDE: Any

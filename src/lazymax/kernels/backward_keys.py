@@ -39,9 +39,10 @@ def _no_sums(d_k, d_v, ROWS: tl.constexpr, config):
 def _sweep_queries(k, v, inputs, tiles, stats, span, head, first_col, start, middle, resume, stop, dk, dv,
                    scale_log2, modifiers, config, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EDGE: tl.constexpr,
                    GUARDED: tl.constexpr):
-    """Add the query tiles of [start, middle) and of [resume, stop) to dk and dv. k, v: empty where they come anew; then
-    the tiles of all heads of the group, of which head is the first, in one loop. (In one of heads around those of tiles
-    with and without a mask, what each of them needs lives through the other: gfx1151 spilled scalar registers too.)"""
+    """Add the query tiles of [start, middle) and of [resume, stop) to dk and dv. k, v: empty where they come anew.
+    ONE_LOOP: those of all heads of the group, of which head is the first. (In a loop of heads around those of tiles
+    with and without a mask, what each of them needs lives through the other: gfx1151 spilled scalar registers too,
+    sm_100 a sum.)"""
     EXACT: tl.constexpr = GUARDED or config.EXACT
     DESCRIPTOR: tl.constexpr = config.DESCRIPTOR and not GUARDED
     RELOAD: tl.constexpr = config.RELOAD and not GUARDED
@@ -50,7 +51,7 @@ def _sweep_queries(k, v, inputs, tiles, stats, span, head, first_col, start, mid
     before = (middle - start) // BLOCK_M
     n_tiles = before + (stop - resume + BLOCK_M - 1) // BLOCK_M
     nothing = backward.unknown_zero()
-    HEADS: tl.constexpr = config.GROUP if RELOAD else 1
+    HEADS: tl.constexpr = config.GROUP if config.ONE_LOOP and not GUARDED else 1
     done = 0 * n_tiles  # of this head
     for i in tl.range(0, n_tiles * HEADS):
         if HEADS > 1:
@@ -158,7 +159,7 @@ def attention_backward_keys(inputs, q_tiles, k_tiles, v_tiles, g_tiles, q_tails,
         k = _load_k(inputs, tiles, span, kv_head, first_col, BLOCK_N, config, config.DESCRIPTOR)
         v = _load_v(inputs, tiles, span, kv_head, first_col, BLOCK_N, config, config.DESCRIPTOR)
     dk, dv = _no_sums(d_k, d_v, BLOCK_N, config)
-    for g in tl.range(0, 1 if config.RELOAD else config.GROUP):
+    for g in tl.range(0, 1 if config.ONE_LOOP else config.GROUP):
         head = kv_head * config.GROUP + g
         dk, dv = _sweep_queries(k, v, inputs, tiles, stats, span, head, first_col, start, inner_start, inner_stop, stop,
                                 dk, dv, scale_log2, modifiers, config, BLOCK_M, BLOCK_N, True, False)

@@ -93,6 +93,7 @@ class BackwardLaunch:
             assert not (tile.descriptors and (half.reload or half.columns))
             own = {name: narrowed(shared[name], half.columns) for name in ("D_PIECES", "DV_PIECES")}
             own |= dict(BLOCK_M=half.block_m, BLOCK_N=half.block_n, RELOAD=half.reload)
+            own |= dict(ONE_LOOP=half.reload or half.one_loop)
             config = backward.Config(**shared | own)
             together = max(1, min(heads, ROWS_TOGETHER // max(1, rows)))
             options = launch_options(half.num_warps, half.num_stages, half.max_registers)

@@ -4,7 +4,7 @@ has the rungs and what each does."""
 from .. import HALF, Backend, BackwardTile, Half, Tile, When
 from .rows import BlackwellTile
 
-COMPILED_BACKWARD = "compiled only, not run; 2026-11-30, Triton 3.6.0"
+COMPILED_BACKWARD = "compiled only, not run; 2026-11-30, Triton 3.6.0 and 3.9.0: 0 spills"
 ONLY_COMPILED = "compiled only, not run"
 SEARCHED = "compiled only, not run; searched 2026-11-29 with Triton 3.6.0 and 3.9.0: 0 spills"
 COMPILED = "compiled only, not run; 2026-11-29, Triton 3.6.0 and 3.9.0"
@@ -132,40 +132,38 @@ BACKEND = Backend(
     ),
     backward=(
         BackwardTile(
-            keys=Half(block_m=64, block_n=128, num_warps=8, num_stages=2),
-            queries=Half(block_m=128, block_n=64, num_warps=8, num_stages=2), descriptors=True,
+            keys=Half(block_m=64, block_n=128, num_warps=8, num_stages=2, max_registers=255, one_loop=True),
+            queries=Half(block_m=128, block_n=64, num_warps=8, num_stages=2, max_registers=255), descriptors=True,
             when=When(max_head_dim=128, dtypes=HALF),
-            reason="the sums lie in tensor memory: 183 and 127 registers, no spills, two stages in 165 and 149 KB",
-            provenance=COMPILED_BACKWARD,
-        ),
-        BackwardTile(
-            keys=Half(block_m=64, block_n=64, num_warps=4, num_stages=1),
-            queries=Half(block_m=64, block_n=64, num_warps=4, num_stages=1), when=When(max_head_dim=128, dtypes=HALF),
-            reason="strides that no tensor descriptor can express",
+            reason="the sums lie in tensor memory, two stages in 165 and 149 KB; a loop of heads around those of tiles "
+            "spills 280 to 1336 bytes, ptxas left to choose takes 128 registers and spills 32 and 40",
             provenance=COMPILED_BACKWARD,
         ),
         BackwardTile(
             keys=Half(block_m=64, block_n=64, num_warps=8, num_stages=1),
+            queries=Half(block_m=64, block_n=64, num_warps=4, num_stages=1, max_registers=255),
+            when=When(max_head_dim=128, dtypes=HALF),
+            reason="strides that descriptors cannot take; dK and dV on 4 warps spill up to 216 bytes, dQ whose "
+            "registers ptxas chooses 12 to 44",
+            provenance=COMPILED_BACKWARD,
+        ),
+        BackwardTile(
+            keys=Half(block_m=64, block_n=64, num_warps=8, num_stages=1, one_loop=True),
             queries=Half(block_m=64, block_n=64, num_warps=8, num_stages=1), descriptors=True, when=When(dtypes=HALF),
-            reason="head dim 256: no spills, 131 KB",
+            reason="head dim 256: 131 KB; a loop of heads around those of tiles spills 44 to 72 bytes on Triton 3.9",
             provenance=COMPILED_BACKWARD,
         ),
         BackwardTile(
-            keys=Half(block_m=32, block_n=32, num_warps=4, num_stages=1),
-            queries=Half(block_m=32, block_n=32, num_warps=4, num_stages=1), when=When(dtypes=HALF),
-            reason="head dim 256 by pointers, on mma: 16 bytes spilled",
+            keys=Half(block_m=32, block_n=32, num_warps=8, num_stages=1, one_loop=True),
+            queries=Half(block_m=32, block_n=32, num_warps=8, num_stages=1), when=When(dtypes=HALF),
+            reason="head dim 256 by pointers, on mma; on 4 warps up to 488 bytes spilled",
             provenance=COMPILED_BACKWARD,
         ),
         BackwardTile(
-            keys=Half(block_m=16, block_n=16, num_warps=4, num_stages=1),
-            queries=Half(block_m=32, block_n=16, num_warps=8, num_stages=1), when=When(max_head_dim=128),
-            reason="fp32 products run on the vector unit, operands in registers",
-            provenance=COMPILED_BACKWARD,
-        ),
-        BackwardTile(
-            keys=Half(block_m=16, block_n=16, num_warps=8, num_stages=1),
-            queries=Half(block_m=16, block_n=16, num_warps=8, num_stages=1),
-            reason="fp32 at head dim 256: dQ spills 280 bytes",
+            keys=Half(block_m=16, block_n=16, num_warps=8, num_stages=1, max_registers=255, one_loop=True),
+            queries=Half(block_m=32, block_n=16, num_warps=8, num_stages=1, max_registers=255, columns=32),
+            reason="fp32 products run on the vector unit, operands in registers: dQ of whole rows spills 844 to 2364 "
+            "bytes, of pieces of 32 columns none",
             provenance=COMPILED_BACKWARD,
         ),
     ),
