@@ -46,7 +46,7 @@ def test_gfx1151_spills_nothing(dim, dtype, compiler):
 @pytest.mark.slow
 @pytest.mark.parametrize("dim", [192, 256])
 def test_gfx1150_spills_nothing_of_dq(dim, compiler):
-    """Two thirds of gfx1151's register file: a row of its own."""
+    """A smaller register file than that of gfx1151: a row of its own."""
     lines = [line for line in compiler.call("compiled:backward_spills", "gfx1150", dim, "bfloat16")
              if line["kernel"] == "dq"]  # fmt: skip
     assert len(lines) == 6

@@ -21,7 +21,7 @@ MIDDLE_HEADS = replace(LONG_HEADS, when=When(max_head_dim=128, dtypes=HALF))
 FEW_REGISTERS = replace(
     LONG_HEADS, queries=replace(LONG_HEADS.queries, columns=16),
     when=When(archs=("gfx1102", "gfx1103", "gfx1150"), dtypes=HALF),
-    reason="two thirds of gfx1151's register file, for which LLVM orders dQ otherwise: 16 to 19 spilled in pieces of "
+    reason="a smaller register file than gfx1151's, for which LLVM orders dQ otherwise: 16 to 19 spilled in pieces of "
     "32 columns at head dims 192 and 256, none in pieces of 16; its price is not known",
     provenance="compiled only for gfx1150 and gfx1103, not run; 2026-12-01, Triton 3.6.0 and 3.9.0",
 )  # fmt: skip
