@@ -266,6 +266,17 @@ def test_who_gets_a_row() -> None:
 
 
 @pytest.mark.parametrize(
+    "length, group, together", [(512, 1, 16), (1024, 4, 16), (4096, 1, 4), (4096, 4, 4), (16384, 1, 1), (32768, 1, 1)]
+)
+def test_heads_side_by_side_fill_the_gpu(length: int, group: int, together: int) -> None:
+    """Under a band, where CTAs differ; without one a head after the other."""
+    shape = (8, 8 * group, 8, length, length, 128, 128)
+    for rules, expected in (({"causal": "top_left"}, together), ({"window": (64, 64)}, together), ({}, 1)):
+        problem = Problem.from_shape(shape, "bfloat16", return_lse=True, **rules)
+        assert prepared(ROWS[-1], problem).together == expected
+
+
+@pytest.mark.parametrize(
     "change, why",
     [
         (dict(deterministic=True), "the same bits were asked for"),
