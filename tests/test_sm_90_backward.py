@@ -27,6 +27,7 @@ from turns import my_turn
 
 import lazymax
 from lazymax import arch as arches
+from lazymax.backends.sm_90 import backward_launch
 from lazymax.backends.sm_90.backward_launch import HopperBackwardLaunch
 from lazymax.backends.sm_90.backward_rows import HopperBackwardTile
 from lazymax.backends.sm_90.kernels.backward import attention_backward
@@ -268,8 +269,11 @@ def test_who_gets_a_row() -> None:
 @pytest.mark.parametrize(
     "length, group, together", [(512, 1, 16), (1024, 4, 16), (4096, 1, 4), (4096, 4, 4), (16384, 1, 1), (32768, 1, 1)]
 )
-def test_heads_side_by_side_fill_the_gpu(length: int, group: int, together: int) -> None:
+def test_heads_side_by_side_fill_the_gpu(
+    length: int, group: int, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Under a band, where CTAs differ; without one a head after the other."""
+    monkeypatch.setattr(backward_launch, "multiprocessors", lambda usual: 132)
     shape = (8, 8 * group, 8, length, length, 128, 128)
     for rules, expected in (({"causal": "top_left"}, together), ({"window": (64, 64)}, together), ({}, 1)):
         problem = Problem.from_shape(shape, "bfloat16", return_lse=True, **rules)
