@@ -276,7 +276,10 @@ def compile_arch(arch: Arch, dtypes: tuple[str, ...] | None = None, impl: str = 
 
 
 def features(batch: int, heads: int, length: int) -> dict[str, dict[str, Any]]:
-    """One call of `attention` or `attention_varlen` for each build that a feature makes, on meta tensors."""
+    """One call of `attention` or `attention_varlen` for each build that a feature makes, on meta tensors. Registers the
+    modifications that some of them name."""
+    register_score_mod(SAMPLE, _bias)
+    register_mask_mod(SAMPLE, _same_document)
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
@@ -331,8 +334,6 @@ def compile_features(
     arch: Arch, names: Collection[str] | None = None, head_dims: Iterable[tuple[int, int]] = FEATURE_HEAD_DIMS
 ) -> Iterator[Report]:
     """The builds that features make (see `features`; names: of some), of the rows that `arch` would use."""
-    register_score_mod(SAMPLE, _bias)
-    register_mask_mod(SAMPLE, _same_document)
     batch, heads, length = 4, 32, 4096
     for head_dim, v_head_dim in head_dims:
         for name, options in features(batch, heads, length).items():
