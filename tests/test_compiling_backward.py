@@ -9,8 +9,8 @@ from lazymax import arch as arches
 from lazymax import compiling_backward
 from lazymax.backends import registry
 
-# Registers (AMD) or bytes of stack (NVIDIA) that rows are known to spill; all others spill nothing. On sm_90 that is the
-# row of D = 128 under a band, on Triton 3.6.0 104 bytes, 12 to 16 loads of 4 in its loop; on 3.9.0 152.
+# Registers (AMD) or bytes of stack (NVIDIA) that rows are known to spill; all others spill nothing. On sm_90 that is
+# the row of D = 128 under a band, on Triton 3.6.0 104 bytes, 12 to 16 loads of 4 in its loop; on 3.9.0 152.
 MAY_SPILL = {("sm_90", "D=128"): 152}
 OWN = [name for name, backend in registry().items() if backend.backward and name != "portable"]
 
