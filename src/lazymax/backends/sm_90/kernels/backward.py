@@ -275,18 +275,13 @@ def _step(s, dk, dv, keys, values, shared, work, i, tile, last, key, call, confi
         dv = warpgroup_mma_wait(1 if FIRST else 2, [dv_issued])
         # Behind the last tile its own scores are computed once more.
         s_issued = _issue_scores(keys, shared, gl.minimum(i + 1, work.tiles - 1), config)
-        if not FIRST:
-            dq = warpgroup_mma_wait(2, [dq_issued])
-    elif FIRST:
-        dv = warpgroup_mma_wait(1, [dv_issued])
-    else:
-        dq, dv = warpgroup_mma_wait(1, [dq_issued, dv_issued])
     if not FIRST:
+        dq = warpgroup_mma_wait(2 if config.PIPELINED else 1, [dq_issued])
         _add_queries(dq, last, call, config, W)
     if config.PIPELINED:
         dk, s = warpgroup_mma_wait(0, [dk_issued, s_issued])
     else:
-        dk = warpgroup_mma_wait(0, [dk_issued])
+        dk, dv = warpgroup_mma_wait(0, [dk_issued, dv_issued])
     mbarrier.arrive(shared.empty.index(slot), count=1)
     return s, dk, dv
 
