@@ -9,9 +9,11 @@ from lazymax import arch as arches
 from lazymax import compiling_backward
 from lazymax.backends import registry
 
-# Registers (AMD) or bytes of stack (NVIDIA) that rows are known to spill; all others spill nothing. On sm_90 that is
-# the row of D = 128 under a band, on Triton 3.6.0 104 bytes, 12 to 16 loads of 4 in its loop; on 3.9.0 152.
-MAY_SPILL = {("sm_90", "D=128"): 152}
+# Registers (AMD) or bytes of stack (NVIDIA) that rows are known to spill; all others spill nothing. On sm_90 two loads
+# of 4 bytes stand in the loop, none on Triton 3.9; of the rows of 4 warps 24 bytes.
+MAY_SPILL = {("sm_90", "D=128"): 64}
+# Causal, on Triton 3.6.0 104 bytes, 12 to 16 loads of 4 in its loop; on 3.9.0 152, and 208 without a mask.
+ROW_MAY_SPILL = {"all-ws-64x128-s2": 152}
 OWN = [name for name, backend in registry().items() if backend.backward and name != "portable"]
 
 
@@ -24,7 +26,8 @@ def check(lines: list[dict[str, Any]]) -> None:
         size = line["problem"].split()[1]
         strict = line["half"] and (size in ("D=64", "D=128") or line["arch"] == "gfx1151")
         if strict or line["backend"] == "sm_100":
-            assert line["spills"] <= MAY_SPILL.get((line["arch"], size), 0), line
+            known = ROW_MAY_SPILL.get(line["row"], MAY_SPILL.get((line["arch"], size), 0))
+            assert line["spills"] <= known, line
 
 
 @pytest.mark.parametrize(
