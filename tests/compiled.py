@@ -1,7 +1,9 @@
 """Rows compiled for GPUs that are not there; runs in a `gluon_sim.Worker`, where Triton compiles."""
 
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -138,22 +140,36 @@ def backward(
     return lines
 
 
+WINDOW = {"window": (100, 50), "window_align": "bottom_right"}
+
+
+def _backward_builds(
+    arch: arches.Arch, dims: tuple[int, int], dtype: str, band: dict[str, Any], group: int, descriptors: bool | None
+) -> Iterator[tuple[str, str, Callable[[], Any]]]:
+    """(kernel, row, what compiles it) of every main kernel of one problem. descriptors: whether these must serve it,
+    or must not; None: either."""
+    backend = next(n for n, b in registry().items() if b.backward and b.serves(arch))
+    problem = Problem.from_shape((2, 8 * group, 8, 4096, 4096, *dims), dtype, return_lse=True, **band)
+    if descriptors is False:
+        problem = replace(problem, descriptor_refusal="compiled for strides that descriptors cannot take")
+    tile = next(row for row in registry()[backend].backward if row.refusal(problem, arch) is None)
+    assert descriptors in (None, tile.descriptors)
+    chosen = compiling_backward.plan_of(backend, tile, arch)
+    for kernel, (row, build) in compiling_backward.builds(problem, chosen, arch).items():
+        yield kernel, row, build
+
+
 def backward_spills(name: str, head_dim: int, dtype: str) -> list[dict[str, Any]]:
     """Vector and scalar registers that the main kernels of an AMD GPU's row spill, in every band, with and without a
     group of heads."""
-    arch, lines = arches.by_name(name), []
-    backend = next(n for n, b in registry().items() if b.backward and b.serves(arch))
-    window = {"window": (100, 50), "window_align": "bottom_right"}
-    for band in ({"causal": "bottom_right"}, {}, window):
-        for group in (1, 2):
-            problem = Problem.from_shape((2, 8 * group, 8, 4096, 4096, head_dim), dtype, return_lse=True, **band)
-            tile = next(row for row in registry()[backend].backward if row.refusal(problem, arch) is None)
-            chosen = compiling_backward.plan_of(backend, tile, arch)
-            for kernel, (_, build) in compiling_backward.builds(problem, chosen, arch).items():
-                text = build().asm["amdgcn"]
-                counts = {kind: int(re.search(rf"\.{short}gpr_spill_count:\s+(\d+)", text)[1])  # type: ignore[index]
-                          for kind, short in (("vector", "v"), ("scalar", "s"))}  # fmt: skip
-                lines.append({"kernel": kernel, "band": band, "group": group, **counts})
+    lines = []
+    for band, group in product(({"causal": "bottom_right"}, {}, WINDOW), (1, 2)):
+        of = arches.by_name(name), (head_dim, head_dim), dtype, band, group, None
+        for kernel, _, build in _backward_builds(*of):
+            text = build().asm["amdgcn"]
+            counts = {kind: int(re.search(rf"\.{short}gpr_spill_count:\s+(\d+)", text)[1])  # type: ignore[index]
+                      for kind, short in (("vector", "v"), ("scalar", "s"))}  # fmt: skip
+            lines.append({"kernel": kernel, "band": band, "group": group, **counts})
     return lines
 
 
@@ -163,16 +179,9 @@ def backward_assembled(
     """Bytes that ptxas spills in all functions of the main kernels of an NVIDIA GPU's row, in every band, with and
     without a group of heads. few: of causal problems with a group and of full ones without."""
     arch, lines = arches.by_name(name), []
-    backend = next(n for n, b in registry().items() if b.backward and b.serves(arch))
-    causal, window = {"causal": "top_left"}, {"window": (100, 50), "window_align": "bottom_right"}
-    for band, group in ((causal, 2), ({}, 1), ({}, 2), (causal, 1), (window, 2), (window, 1))[: 2 if few else None]:
-        problem = Problem.from_shape((2, 8 * group, 8, 4096, 4096, *dims), dtype, return_lse=True, **band)
-        if not descriptors:
-            problem = replace(problem, descriptor_refusal="compiled for strides that descriptors cannot take")
-        tile = next(row for row in registry()[backend].backward if row.refusal(problem, arch) is None)
-        assert tile.descriptors is descriptors
-        chosen = compiling_backward.plan_of(backend, tile, arch)
-        for kernel, (row, build) in compiling_backward.builds(problem, chosen, arch).items():
+    causal = {"causal": "top_left"}
+    for band, group in ((causal, 2), ({}, 1), ({}, 2), (causal, 1), (WINDOW, 2), (WINDOW, 1))[: 2 if few else None]:
+        for kernel, row, build in _backward_builds(arch, dims, dtype, band, group, descriptors):
             compiled, spills, _ = assembled(build)
             fits = compiled.metadata.shared <= arch.shared_memory
             lines.append({"kernel": kernel, "row": row, "band": band, "group": group, "spills": spills, "fits": fits})
