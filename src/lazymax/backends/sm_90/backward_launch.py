@@ -210,9 +210,13 @@ class HopperBackwardLaunch:
         self, inputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], work: Work
     ) -> tuple[tuple[int, int, int], tuple[Any, ...]]:
         """(grid, arguments) of `attention_backward`. inputs: q, k, v, d_out. grads: dq, dk, dv."""
+        form = self._named(inputs, grads, work)
+        return self.grids[1], self._main(form, inputs, grads, work)
+
+    def _named(self, inputs: Sequence[Any], grads: Sequence[Any], work: Work) -> _Form:
         if self.named is None:
             self.named = self._fix(self._sources(inputs, grads, work))
-        return self.grids[1], self._main(self.named, inputs, grads, work)
+        return self.named
 
     def _sources(self, inputs: Sequence[Any], grads: Sequence[Any], work: Work) -> tuple[Any, ...]:
         """What the descriptors are of."""
@@ -249,12 +253,11 @@ class HopperBackwardLaunch:
         extras: Extras = NO_EXTRAS,
     ) -> Iterator[tuple[Any, tuple[int, int, int], tuple[Any, ...], dict[str, Any]]]:
         """(kernel, grid, arguments, options) of every kernel, in their order."""
-        if self.named is None:
-            self.named = self._fix(self._sources(inputs, grads, work))
+        form = self._named(inputs, grads, work)
         if self.strides is None:
             self.strides = [view_strides(t) for t in (*inputs, out, *grads)]
         modifiers = NO_MODIFIERS if extras is NO_EXTRAS else modifiers_of(self.problem, extras)
-        of_each = self._of_each(self.named, inputs, out, lse, d_lse, grads, work, modifiers)
+        of_each = self._of_each(form, inputs, out, lse, d_lse, grads, work, modifiers)
         kernels = (gradients.prepare, PREPARE_OPTIONS), (attention_backward, self.options), (finish, self.to_finish)
         for (kernel, options), grid, arguments in zip(kernels, self.grids, of_each, strict=True):
             yield kernel, grid, arguments, options
