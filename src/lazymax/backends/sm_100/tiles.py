@@ -4,9 +4,7 @@ has the rungs and what each does."""
 from .. import HALF, Backend, BackwardTile, Half, Tile, When
 from .rows import BlackwellTile
 
-COMPILED_BACKWARD = (
-    "compiled only, not run; 2026-12-01, Triton 3.6.0, 3.9.0; spills: docs/notes/backward.md"
-)
+COMPILED_BACKWARD = "compiled only, not run; 2026-12-01, Triton 3.6.0, 3.9.0; spills: docs/notes/backward.md"
 ONLY_COMPILED = "compiled only, not run"
 SEARCHED = "compiled only, not run; searched 2026-11-29 with Triton 3.6.0 and 3.9.0: 0 spills"
 COMPILED = "compiled only, not run; 2026-11-29, Triton 3.6.0 and 3.9.0"
