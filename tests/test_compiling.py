@@ -137,6 +137,22 @@ AMD = """
     s_endpgm
 """
 
+LATCH_FIRST = """
+$L__BB0_5:
+    add.s32 %r1, %r1, 1;
+    @%p1 bra $L__BB0_3;
+    bra.uni $L__BB0_6;
+$L__BB0_3:
+    @%p2 bra $L__BB0_5;
+    tcgen05.mma a;
+waitLoop:
+    @!complete bra.uni waitLoop;
+    tcgen05.mma b;
+    bra.uni $L__BB0_5;
+$L__BB0_6:
+    ret;
+"""
+
 
 @dataclass(frozen=True)
 class Count:
@@ -152,6 +168,7 @@ COUNTS = (
     Count("another instruction", PTX, r"wgmma", (0, 0)),
     Count("no loop", "    mma.sync a;\n    ret;", r"mma\.sync", (0, 1)),
     Count("a loop of one line", "$L1: mma.sync a; @p bra $L1;", r"mma\.sync", (1, 1)),
+    Count("a round that may end early, a loop that waits inside it", LATCH_FIRST, r"tcgen05\.mma", (2, 2)),
     Count("nothing", "", "x", (0, 0)),
 )
 

@@ -117,16 +117,18 @@ def compile_plan(problem: Problem, plan: Plan, arch: Arch, extras: Extras = NO_E
 
 def loop_counts(assembly: str, pattern: str) -> tuple[int, int]:
     """(matches in the innermost loop that has most of them, matches in all), in PTX or AMD assembly. A loop is the
-    stretch from a label to a branch back to it; innermost if no other loop lies inside."""
+    stretch from a label to the last branch back to it, for a round may end early; innermost if no other with a match
+    lies inside, for there may be one that waits for a barrier."""
     lines = [line for line in assembly.splitlines() if not line.lstrip().startswith(("//", ";"))]
+    hits = [bool(re.search(pattern, line)) for line in lines]
     labels = {m.group(1): i for i, line in enumerate(lines) if (m := re.match(r"\s*([$.\w]+):", line))}
-    loops = []
+    ends: dict[int, int] = {}
     for i, line in enumerate(lines):
         branch = re.search(r"\b(?:bra(?:\.uni)?|s_c?branch\w*)\s+([$.\w]+)", line)
         if branch and labels.get(branch.group(1), i + 1) <= i:
-            loops.append((labels[branch.group(1)], i))
-    inner = [(a, b) for a, b in loops if not any((c, d) != (a, b) and a <= c and d <= b for c, d in loops)]
-    hits = [bool(re.search(pattern, line)) for line in lines]
+            ends[labels[branch.group(1)]] = i
+    loops = [(a, b) for a, b in ends.items() if any(hits[a : b + 1])]
+    inner = [(a, b) for a, b in loops if not any(a < c and d <= b for c, d in loops)]
     return max((sum(hits[a : b + 1]) for a, b in inner), default=0), sum(hits)
 
 
