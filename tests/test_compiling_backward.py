@@ -61,6 +61,7 @@ FEW = [((128, 128), "bfloat16", True), ((128, 128), "bfloat16", False), ((256, 2
 SOURCES = (("bfloat16", True), ("bfloat16", False), ("float32", False))
 MANY = [(dims, *of) for dims in ((128, 128), (64, 64), (256, 256), (96, 96), (192, 128)) for of in SOURCES]
 MANY += [((128, 128), "float16", True), ((128, 128), "float16", False)]
+MANY += [((dim, dim), "bfloat16", True) for dim in (72, 80)]  # whose cold path spilled
 
 
 @pytest.mark.parametrize("arch, build, few", [
