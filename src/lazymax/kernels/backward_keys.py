@@ -53,7 +53,8 @@ def _sweep_queries(k, v, inputs, tiles, stats, span, head, first_col, start, mid
     nothing = backward.unknown_zero()
     HEADS: tl.constexpr = config.GROUP if config.ONE_LOOP and not GUARDED else 1
     done = 0 * n_tiles  # of this head
-    for i in tl.range(0, n_tiles * HEADS):
+    STAGES: tl.constexpr = 1 if GUARDED else None  # loads ahead cost registers, and sm_100's cold path spilled
+    for i in tl.range(0, n_tiles * HEADS, num_stages=STAGES):
         if HEADS > 1:
             whole = done == n_tiles
             head += tl.where(whole, 1, 0)
@@ -122,7 +123,7 @@ def guarded_keys(inputs, d_k, d_v, stats, span, kv_head, first_col, end, scale_l
     """Compute what is wanted of dK and dV of the tile once more, as `backward.guarded_queries` does dQ: every query,
     every mask."""
     tiles = backward.Tiles((None, None), (None, None), (None, None), (None, None))
-    for c in tl.range(0, config.BLOCK_N, backward.GUARD_N):
+    for c in tl.range(0, config.BLOCK_N, backward.GUARD_N, disable_licm=True):  # as there
         first = first_col + c
         k = _load_k(inputs, tiles, span, kv_head, first, backward.GUARD_N, config, False)
         v = _load_v(inputs, tiles, span, kv_head, first, backward.GUARD_N, config, False)
