@@ -1,6 +1,7 @@
 """The backward of sm_90 against float64: every row on a Hopper GPU, if there is one, and in the Gluon simulator, under
 adversarial schedules; what ptxas says of every row; the kernels around it in Triton's interpreter."""
 
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -23,6 +24,7 @@ from hopper_backward import (
     upstream,
 )
 from simulators.gluon_sim import Worker
+from test_fuzz_backward import Made, budgets
 from turns import my_turn
 
 import lazymax
@@ -35,6 +37,7 @@ from lazymax.dispatch import plan
 from lazymax.dispatch_backward import plan_backward
 from lazymax.kernels import gradients
 from lazymax.kernels.launch import LOG2E
+from lazymax.ops_backward import Saved
 from lazymax.problem import Problem
 from lazymax.testing import check_gradients, moat, poisoned
 
@@ -92,6 +95,62 @@ def test_rows_on_the_gpu(index: int, which: int, device: str) -> None:
             for other in made[1:]:  # dK and dV are summed in registers
                 for x, y in zip(made[0][1:], other[1:], strict=True):
                     assert torch.equal(x.view(torch.int16), y.view(torch.int16)), "not the same bits again"
+
+
+BANDS = ("full", "causal", "window", "left")
+RANDOM = 60  # calls of each build
+FINITE = ("large", "rising", "step", "cliff")
+
+
+def random_call(band: str, chance: random.Random) -> Call:
+    """Any lengths, heads, scale, layout and data that the kernel takes. Huge scores and what is not finite with the
+    usual scale alone: with 0.5 gradients leave fp16's range, and P falls below it beside an infinite value. The latter
+    without a band alone: a row of NaN reaches all keys in the reference, those of the blocks that it sees here."""
+    q_len, kv_len = (chance.choice([chance.randint(1, 300), chance.randint(1, 2500)]) for _ in "qk")
+    near, far = sorted(chance.randint(-50, 400) for _ in range(2))
+    align = {"window_align": chance.choice(["top_left", "bottom_right"])}
+    rules: dict[str, Any] = {
+        "full": {},
+        "causal": {"causal": chance.choice(["top_left", "bottom_right"])},
+        "window": {"window": (max(near, 0), max(far, 0)), **align},
+        "left": {"window": (max(far, 0), None), **align},
+    }[band]
+    data = ["normal"] * 5 + [*FINITE]
+    if chance.random() < 0.3:
+        rules = rules | {"scale": chance.choice([-0.2, 0.0, 0.03, 0.5])}
+    else:
+        data += ["huge"] if rules else ["huge", "hidden", "visible"]
+    kv_heads = chance.randint(1, 5)
+    return Call(
+        (chance.randint(1, 3), kv_heads * chance.randint(1, 4), kv_heads, q_len, kv_len), rules,
+        chance.choice(data), chance.choice(["bhsd", "bshd", "padded"]),
+        sinks=chance.random() < 0.3,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize("index", range(len(ROWS)), ids=NAMES)
+def test_random_calls_on_the_gpu(index: int, band: str, device: str) -> None:
+    """As launched, or with any number of heads side by side, and so many CTAs between a sum and who finishes it."""
+    needs_hopper(device)
+    row, turn = ROWS[index], BANDS.index(band) + index
+    dims, dtype = head_dims(row)[turn % 3], (torch.bfloat16, torch.float16)[turn // 2 % 2]
+    for seed in range(RANDOM):
+        chance = random.Random(f"{row.name}/{band}/{seed}")
+        call = random_call(band, chance)
+        (q, k, v), extras, problem = call.inputs(dims, dtype, seed, device)
+        d_out, d_lse = upstream(call, q, v)
+        out, lse = forward(q, k, v, problem, extras)
+        launch = prepared(row, problem)
+        if chance.random() < 0.7:
+            launch.arrange(chance.randint(1, call.shape[0] * call.shape[2]), 0, row.finishes)
+        grads = [poisoned(*t.shape, dtype=t.dtype, device=device) for t in (q, k, v)]
+        launch((q, k, v, d_out), out, lse, d_lse, tuple(grads), extras)
+        needs = (False, True, True, False)
+        made = Made(grads, Saved(out, lse), d_out, d_lse, (q, k, v), problem, extras, needs)
+        if not all(budget.ok for budget in budgets(made, sampled_well=False)):
+            wrong = [str(budget) for budget in budgets(made, sampled_well=True) if not budget.ok]
+            assert not wrong, f"seed {seed}, {call}: {wrong}"
 
 
 @pytest.mark.parametrize("dim", [64, 128])
