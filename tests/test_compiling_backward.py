@@ -9,12 +9,15 @@ from lazymax import arch as arches
 from lazymax import compiling_backward
 from lazymax.backends import registry
 
-# Registers (AMD) or bytes of stack (NVIDIA) that rows are known to spill; all others spill nothing. On sm_90 two loads
-# of 4 bytes stand in the loop, none on Triton 3.9; of the rows of 4 warps 24 bytes.
-MAY_SPILL = {("sm_90", "D=128"): 64}
-# Causal, on Triton 3.6.0 104 bytes, 12 to 16 loads of 4 in its loop; on 3.9.0 152, and 208 without a mask.
-# fp32 at D=96 on Triton 3.9.0: 8 bytes of stack, of which ptxas calls none a spill (test_sm_100_spills_nothing).
-ROW_MAY_SPILL = {"all-ws-64x128-s2": 152, "dkdv-16x16-w8-s1-r255-oneloop-ptr": 8}
+# Registers (AMD) or bytes of stack (NVIDIA) that rows are known to spill; all others spill nothing.
+MAY_SPILL = {("sm_90", "D=128"): 64}  # rows of 4 warps 24 bytes
+# The same by row, on Triton 3.6 and later. sm_90: full, causal and with a window 24, 104 and 136 bytes on 3.6.0, 208,
+# 152 and 136 on 3.9.0. sm_100, fp32 at 96: of the 8 bytes ptxas calls none a spill.
+ROW_MAY_SPILL = {
+    "all-ws-64x128-s2": (136, 208),
+    "all-ws-64x128-s2-finishes": (64, 208),
+    "dkdv-16x16-w8-s1-r255-oneloop-ptr": (0, 8),
+}
 OWN = [name for name, backend in registry().items() if backend.backward and name != "portable"]
 
 
@@ -27,7 +30,9 @@ def check(lines: list[dict[str, Any]]) -> None:
         size = line["problem"].split()[1]
         strict = line["half"] and (size in ("D=64", "D=128") or line["arch"] == "gfx1151")
         if strict or line["backend"] == "sm_100":
-            known = ROW_MAY_SPILL.get(line["row"], MAY_SPILL.get((line["arch"], size), 0))
+            known = MAY_SPILL.get((line["arch"], size), 0)
+            if line["row"] in ROW_MAY_SPILL:
+                known = ROW_MAY_SPILL[line["row"]][not line["triton"].startswith("3.6.")]
             assert line["spills"] <= known, line
 
 
