@@ -135,7 +135,8 @@ def backward(
                 asked.append((tile, problem))
         for tile, problem in asked[:most]:
             chosen = compiling_backward.plan_of(name, tile, arch)
-            for report in compiling_backward.reports(problem, chosen, arch):
+            more = compiling_backward.extras_of(problem), compiling_backward.feature_of(problem)
+            for report in compiling_backward.reports(problem, chosen, arch, *more):
                 lines.append(report.as_dict() | {"half": problem.dtype != "float32"})
     return lines
 

@@ -104,8 +104,18 @@ def test_portable_rows(compiler):
     check(lines)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sm_90", "sm_100", "gfx1151"])
-def test_features(arch, compiler):
-    for line in compiler.call("compiled:backward_features", arch, None, [(64, 64), (128, 128)]):
+ALL_DIMS = [(64, 64), (72, 72), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)]
+
+
+@pytest.mark.parametrize("arch, names, head_dims", [
+    ("sm_100", ["float mask, causal"], [(128, 128)]),
+    pytest.param("sm_90", None, [(64, 64), (128, 128)], marks=pytest.mark.slow),
+    pytest.param("sm_100", None, ALL_DIMS, marks=pytest.mark.slow),
+    pytest.param("gfx1151", None, [(64, 64), (128, 128)], marks=pytest.mark.slow),
+])  # fmt: skip
+def test_features(arch, names, head_dims, compiler):
+    lines = compiler.call("compiled:backward_features", arch, names, head_dims)
+    assert lines
+    for line in lines:
         assert line["error"] is None and line["in_loop"], line
+        assert line["spills"] == 0 or arch == "sm_90", line

@@ -71,6 +71,8 @@ def problems(dtypes: tuple[str, ...] = DTYPES) -> Iterator[Problem]:
                 shape = (batch, heads, heads, length, length, head_dim, v_head_dim)
                 problem = Problem.from_shape(shape, dtype, return_lse=True, **band)
                 yield problem
+                yield replace(problem, softcap=50.0)
+                yield replace(problem, mask="bool", mask_varies=(True,) * 4)
                 yield replace(problem, descriptor_refusal="compiled for strides that descriptors cannot take")
 
 
@@ -83,6 +85,19 @@ def rows(arch: Arch, backend: Backend, dtypes: tuple[str, ...] = DTYPES) -> dict
             band = (problem.first_offset is not None, problem.last_offset is not None)
             found.setdefault((tile, problem.dtype, problem.head_dim, band), (tile, problem))
     return found
+
+
+def extras_of(problem: Problem) -> Extras:
+    """The mask of one of `problems`, on the meta device."""
+    if problem.mask is None:
+        return NO_EXTRAS
+    size = (problem.batch, problem.q_heads, problem.q_len, problem.kv_len)
+    return Extras(mask=torch.empty(size, dtype=getattr(torch, problem.mask), device="meta"))
+
+
+def feature_of(problem: Problem) -> str | None:
+    """What a report calls what one of `problems` has beside a band."""
+    return "bool mask" if problem.mask else "softcap" if problem.softcap else None
 
 
 def plan_of(name: str, tile: BackwardTile, arch: Arch) -> BackwardPlan:
@@ -102,7 +117,7 @@ def compile_arch(arch: Arch, dtypes: tuple[str, ...] | None = None, impl: str = 
 
 def _compile_backend(arch: Arch, name: str, dtypes: tuple[str, ...] | None) -> Iterator[Report]:
     for tile, problem in rows(arch, registry()[name], dtypes or DTYPES).values():
-        yield from reports(problem, plan_of(name, tile, arch), arch)
+        yield from reports(problem, plan_of(name, tile, arch), arch, extras_of(problem), feature_of(problem))
 
 
 def compile_features(

@@ -31,7 +31,7 @@ class Problem:
     return_lse: bool = False
     requires_grad: bool = False
     deterministic: bool = False  # gradients have to be the same bits from run to run
-    mask: str | None = None  # dtype of a dense mask
+    mask: str | None = None  # dtype of attn_mask
     mask_varies: tuple[bool, bool, bool, bool] = (False, False, False, False)  # over batch, head, query, key
     softcap: float = 0.0  # natural units, 0: none
     alibi: bool = False
@@ -65,6 +65,11 @@ class Problem:
     def plain(self) -> bool:
         """Nothing but a band and a length hides keys or changes scores."""
         return not (self.modified or self.mask or self.mask_mod or self.dropout_p or self.sinks or self.packed)
+
+    @property
+    def mask_rows(self) -> bool:
+        """The mask differs from query to query."""
+        return self.mask_varies[2]
 
     def q_tiles(self, block_m: int) -> int:
         """Query tiles of one head, over the whole batch."""

@@ -39,6 +39,7 @@ class When:
     window: bool | None = None  # the band has a left bound
     plain: bool | None = None  # see `Problem.plain`: nothing but a band and a length
     ragged: bool | None = None  # lengths are in device memory: seqlens_k or packed sequences
+    mask_rows: bool | None = None  # attn_mask differs from query to query
     min_programs: float | None = None  # programs of this row's size per multiprocessor
     min_keys: int | None = None  # that a query can see, see `Problem.reach`
     archs: tuple[str, ...] | None = None  # some of the table's
@@ -65,6 +66,8 @@ class When:
             return "for windows" if self.window else "for problems without a left bound"
         if self.plain is not None and self.plain != problem.plain:
             return "for problems without masks, mods and the like" if self.plain else "for masks, mods and the like"
+        if self.mask_rows is not None and self.mask_rows != problem.mask_rows:
+            return f"for masks that {'differ over' if self.mask_rows else 'are the same for all'} queries"
         if self.ragged is not None and self.ragged != problem.ragged:
             return "for lengths that differ over the batch" if self.ragged else "for one length of all of the batch"
         if self.min_keys is not None and problem.reach < self.min_keys:
@@ -157,6 +160,7 @@ class Half:
     reload: bool = False
     columns: int | None = None  # of a piece of the head dimension at most. Not with descriptors
     one_loop: bool = False  # of dK and dV: the tiles of all heads of a group in one loop, as with `reload`
+    licm: bool = True  # False: loop-invariant code stays in the loops over tiles, and takes no registers through them
     separate: bool = False  # dK and dV in a launch each: five products for four, but half of the sums in registers
 
     @property
@@ -165,6 +169,7 @@ class Half:
         more += "-reload" if self.reload else ""
         more += f"-c{self.columns}" if self.columns else ""
         more += "-oneloop" if self.one_loop else ""
+        more += "" if self.licm else "-nolicm"
         more += "-separate" if self.separate else ""
         return f"{self.block_m}x{self.block_n}-w{self.num_warps}-s{self.num_stages}{more}"
 
@@ -175,6 +180,7 @@ class BackwardTile:
 
     keys: Half  # of dK and dV: block_n keys of a program
     queries: Half  # of dQ: block_m queries of a program
+    mask: Half | None = None  # of a float mask's gradient, loads by pointers; None: the tiles of dQ, one stage
     descriptors: bool = False  # q, k, v and the gradient of the output through tensor descriptors (TMA)
     deterministic: bool = True  # the same bits from run to run
     since: tuple[int, ...] = ()

@@ -36,6 +36,7 @@ class Config(NamedTuple):
     DESCRIPTOR: Any  # q, k, v and d_out come through tensor descriptors, else through pointers
     EXACT: Any  # the exact exponent, see softmax.recompute: float masks (rows of the lowest number), and fp32
     RELOAD: Any  # operands come when their product is due, a program's own anew in each round, see `backends.Half`
+    LICM: Any  # see `backends.Half`
     ONE_LOOP: Any  # of dK and dV: the tiles of all heads of a group in one loop
     PRECISION: Any
     UPCAST: Any
@@ -114,7 +115,9 @@ def _sweep_keys(q, d_out, row, inputs, tiles, stats, span, head, first_row, star
     q_row, row_end = span.q_row + first_row, span.q_row + span.q_len
     nothing = unknown_zero()
     before = (middle - start) // BLOCK_N
-    for i in tl.range(0, before + (stop - resume + BLOCK_N - 1) // BLOCK_N):
+    STAGES: tl.constexpr = 1 if GUARDED else None
+    n_blocks = before + (stop - resume + BLOCK_N - 1) // BLOCK_N
+    for i in tl.range(0, n_blocks, num_stages=STAGES, disable_licm=not config.LICM):
         n = start + i * BLOCK_N
         if EDGE:
             n = tl.where(i < before, n, resume + (i - before) * BLOCK_N)
@@ -243,10 +246,12 @@ def attention_backward_queries(inputs, q_tiles, k_tiles, v_tiles, g_tiles, q_tai
                                                            config.HAS_FIRST, config.HAS_LAST)
     q = _load_q(inputs, tiles, span, head, first_row, BLOCK_M, config, config.DESCRIPTOR)
     d_out = _load_d_out(inputs, tiles, span, head, first_row, BLOCK_M, config, config.DESCRIPTOR)
-    row = gradients.load_row(stats, span, head, first_row, BLOCK_M, True, False)
+    row = gradients.load_row(stats, span, head, first_row, BLOCK_M, True, config.EXACT)
     if config.EXACT:
-        pivot, rest = _exact_statistics(q, inputs, stats, span, head, first_row, start, stop, scale_log2, lengths,
-                                        modifiers, config, tiles, BLOCK_N, config.DESCRIPTOR)
+        pivot, rest = row.pivot, row.rest
+        if gradients.rough(rest, q[0].dtype):
+            pivot, rest = _exact_statistics(q, inputs, stats, span, head, first_row, start, stop, scale_log2, lengths,
+                                            modifiers, config, tiles, BLOCK_N, config.DESCRIPTOR)
         row = gradients.Row(pivot, rest, row.delta)
     d_slope = _no_slopes(d_slopes, BLOCK_M)
     dq = gradients.zeros(BLOCK_M, config.D_PIECES)

@@ -54,7 +54,7 @@ def _sweep_queries(k, v, inputs, tiles, stats, span, head, first_col, start, mid
     HEADS: tl.constexpr = config.GROUP if config.ONE_LOOP and not GUARDED else 1
     done = 0 * n_tiles  # of this head
     STAGES: tl.constexpr = 1 if GUARDED else None  # loads ahead cost registers, and sm_100's cold path spilled
-    for i in tl.range(0, n_tiles * HEADS, num_stages=STAGES):
+    for i in tl.range(0, n_tiles * HEADS, num_stages=STAGES, disable_licm=not config.LICM):
         if HEADS > 1:
             whole = done == n_tiles
             head += tl.where(whole, 1, 0)
@@ -77,11 +77,15 @@ def _sweep_queries(k, v, inputs, tiles, stats, span, head, first_col, start, mid
         else:
             q = memory.load_pieces(inputs.q, tiles.q, span.slab, head, at, row_end, BLOCK_M, EDGE, config, config.D,
                                    config.D_PIECES, DESCRIPTOR)
-            d_out = memory.load_pieces(inputs.d_out, tiles.d_out, span.slab, head, at, row_end, BLOCK_M, EDGE, config,
-                                       config.D_V, config.DV_PIECES, DESCRIPTOR)
+            if not GUARDED:
+                d_out = memory.load_pieces(inputs.d_out, tiles.d_out, span.slab, head, at, row_end, BLOCK_M, EDGE,
+                                           config, config.D_V, config.DV_PIECES, DESCRIPTOR)
             row = gradients.load_row(stats, span, head, m, BLOCK_M, EDGE, EXACT)
             s = products.scores(k, q, config.PRECISION, config.UPCAST)
         p = gradients.probabilities(s, row, modifiers, span, head, m, first_col, scale_log2, config, EDGE, EXACT, True)
+        if GUARDED:
+            d_out = memory.load_pieces(inputs.d_out, tiles.d_out, span.slab, head, at, row_end, BLOCK_M, EDGE,
+                                       config, config.D_V, config.DV_PIECES, DESCRIPTOR)
         keep = gradients.kept(modifiers, span, head, m, first_col, BLOCK_M, p.shape[0], True)
         if len(dv) > 0:
             if RELOAD:

@@ -1,7 +1,7 @@
 """From a problem, a row for the backward and the tensors of a call to the launches of its kernels."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -72,6 +72,8 @@ class BackwardLaunch:
     problem: Problem
     queries: _Kernel
     keys: tuple[_Kernel, ...]  # of dK and dV, or of dV and of dK
+    of_mask: Half
+    mask_config: backward.Config
     descriptors: bool
     scalars: tuple[Any, ...]
     prepared: tuple[Any, ...]  # constexprs of gradients.prepare
@@ -89,24 +91,29 @@ class BackwardLaunch:
         q_len, kv_len = p.packed or (p.q_len, p.kv_len)
         batches = 1 if p.packed else p.batch
 
+        def config(half: Half, **options: Any) -> backward.Config:
+            own = {name: narrowed(shared[name], half.columns) for name in ("D_PIECES", "DV_PIECES")}
+            own |= dict(BLOCK_M=half.block_m, BLOCK_N=half.block_n, RELOAD=half.reload, LICM=half.licm)
+            own |= dict(ONE_LOOP=half.reload or half.one_loop)
+            return constant(backward.Config(**shared | own | options))
+
         def kernel(function: Any, half: Half, tiles: int, heads: int, rows: int) -> _Kernel:
             assert not (tile.descriptors and (half.reload or half.columns))
-            own = {name: narrowed(shared[name], half.columns) for name in ("D_PIECES", "DV_PIECES")}
-            own |= dict(BLOCK_M=half.block_m, BLOCK_N=half.block_n, RELOAD=half.reload)
-            own |= dict(ONE_LOOP=half.reload or half.one_loop)
-            config = backward.Config(**shared | own)
             together = max(1, min(heads, ROWS_TOGETHER // max(1, rows)))
-            options = launch_options(half.num_warps, half.num_stages, half.max_registers)
-            return _Kernel(function, constant(config), (heads * tiles, batches), (tiles, heads, together), options)
+            options = options_of(half)
+            return _Kernel(function, config(half), (heads * tiles, batches), (tiles, heads, together), options)
 
         by_keys = p.slots(tile.keys.block_n, of_keys=True)
         by_queries = p.slots(tile.queries.block_m)
         scale_log2 = LOG2E if p.modified else positive_scale(p)
+        of_mask = tile.mask or replace(tile.queries, num_stages=1, reload=False)
         of_keys = partial(kernel, backward_keys.attention_backward_keys, tile.keys, by_keys, p.kv_heads, kv_len)
         return cls(
             problem=p,
             queries=kernel(backward.attention_backward_queries, tile.queries, by_queries, p.q_heads, q_len),
             keys=(of_keys(), of_keys()) if tile.keys.separate else (of_keys(),),
+            of_mask=of_mask,
+            mask_config=config(of_mask, DESCRIPTOR=False),
             descriptors=tile.descriptors,
             scalars=(scale_log2, p.scale, q_len, kv_len, p.first_offset or 0, p.last_offset or 0),
             prepared=tuple(map(constant, (PREPARED_ROWS, shared["DV_PIECES"], p.v_head_dim, p.wide))),
@@ -187,7 +194,7 @@ class BackwardLaunch:
         """After the main kernels."""
         total, grid, arguments = self.mask_arguments(inputs, stats, extras)
         kernel = backward_mask.attention_backward_mask
-        self.mask_binary = run(kernel, grid, self.mask_binary, arguments, **self.mask_options)
+        self.mask_binary = run(kernel, grid, self.mask_binary, arguments, **options_of(self.of_mask))
         one_row, one_col = arguments[-2:]
         if one_row.value:
             total = total.sum(2, keepdim=True)
@@ -209,24 +216,19 @@ class BackwardLaunch:
         found.append(main("dq", tile.queries, self.queries, (q, d_slopes)))
         if extras.mask is not None and extras.mask.is_floating_point():
             kernel = backward_mask.attention_backward_mask
-            row = f"dmask-{tile.queries.name}-{loads}"
             make = partial(self._to_fill_mask, inputs, stats, extras)
-            found.append(ToCompile("dmask", row, kernel, make, self.mask_options))
+            found.append(ToCompile("dmask", f"dmask-{self.of_mask.name}-ptr", kernel, make, options_of(self.of_mask)))
         return found
 
     def _to_fill_mask(self, *arguments: Any) -> tuple[Any, ...]:
         return self.mask_arguments(*arguments)[2]
 
-    @property
-    def mask_options(self) -> dict[str, Any]:
-        return self.queries.options | {"num_stages": 1}
-
     def mask_arguments(
         self, inputs: Sequence[View], stats: gradients.Stats, extras: Extras
     ) -> tuple[torch.Tensor, tuple[int, int, int], tuple[Any, ...]]:
-        """(sums, grid, arguments) of `attention_backward_mask`, in tiles of the sizes that dQ has. The sums are the
-        mask's gradient, but that of one row (column) for all queries (keys) has one for each tile of them."""
-        mask, p, config = extras.mask, self.problem, self.queries.config
+        """(sums, grid, arguments) of `attention_backward_mask`. The sums are the mask's gradient, but that of one row
+        (column) for all queries (keys) has one for each tile of them."""
+        mask, p, config = extras.mask, self.problem, self.mask_config
         assert mask is not None
         batches, heads, one_row, one_col = (n == 1 for n in mask.shape)
         tiles = triton.cdiv(p.q_len, config.BLOCK_M.value), triton.cdiv(p.kv_len, config.BLOCK_N.value)
@@ -236,9 +238,14 @@ class BackwardLaunch:
         arguments = (
             backward.Inputs(*inputs), View(total, *total.stride()[:3]), stats, self.scalars[0], *self.scalars[2:],
             tiles[1], *summed, lengths_of(p, extras), modifiers_of(p, extras),
-            config._replace(DESCRIPTOR=constant(False)), constant(one_row), constant(one_col),
+            config, constant(one_row), constant(one_col),
         )  # fmt: skip
         return total, (tiles[0] * tiles[1], mask.shape[1], mask.shape[0]), arguments
+
+
+def options_of(half: Half) -> dict[str, Any]:
+    """Launch options of its kernel."""
+    return launch_options(half.num_warps, half.num_stages, half.max_registers)
 
 
 def stats_of(t: torch.Tensor) -> gradients.Stats:

@@ -53,7 +53,7 @@ def attention_backward_mask(inputs, d_mask, stats, scale_log2, q_len, kv_len, fi
     row_tile, col_tile = tl.program_id(0) // n_cols, tl.program_id(0) % n_cols
     first_row, first_col = row_tile * BLOCK_M, col_tile * BLOCK_N
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for i in tl.range(0, n_heads * n_batches):
+    for i in tl.range(0, n_heads * n_batches, disable_licm=True):
         head = tl.program_id(1) + i % n_heads
         span = sequences.span_of(tl.program_id(2) + i // n_heads, q_len, kv_len, first_offset, last_offset, lengths,
                                  config.BOTTOM_RIGHT)

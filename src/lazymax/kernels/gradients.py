@@ -69,6 +69,17 @@ def load_row(stats, span, head, first_row, ROWS: tl.constexpr, CHECK: tl.constex
 
 
 @triton.jit
+def rough(rest, dtype: tl.constexpr):
+    """Whether the LSE of one of the rows, log2 units, is too large to make probabilities of: from 2**12 on its last
+    place is 2**-12 of them. In fp32 always."""
+    if dtype == tl.float32:
+        found = True
+    else:
+        found = tl.max(tl.where(rest < float("inf"), tl.abs(rest), 0.0), 0) > 4096.0
+    return found
+
+
+@triton.jit
 def store_exact(stats, span, head, first_row, m, rest, ROWS: tl.constexpr):
     """Put what the exact exponent takes in the place of what `prepare` made of the LSE."""
     at = pointers(stats, span, head, first_row, ROWS)

@@ -98,6 +98,14 @@ BACKWARD = (
         provenance=EXECUTED_BACKWARD,
     ),
 )  # fmt: skip
+# Not among the above, whose positions tests and notes name.
+MODIFIED_SHORT_HEADS = replace(
+    BACKWARD[0], queries=replace(BACKWARD[0].queries, licm=False), since=(3, 9),
+    when=When(max_head_dim=64, dtypes=HALF, plain=False),
+    reason="masks, mods and the like: as below, dQ with dropout spills 2 registers on Triton 3.9; on 3.6 this spills 6 "
+    "with a float mask",
+    provenance="compiled only, not run; 2026-12-01, Triton 3.9.0",
+)  # fmt: skip
 
 BACKEND = Backend(
     archs=("gfx1151",),
@@ -135,7 +143,7 @@ BACKEND = Backend(
             reason="fp32 at head dim 256: 585 spills on Triton 3.6, not searched further", provenance=EXECUTED,
         ),
     ),
-    backward=BACKWARD,
+    backward=(MODIFIED_SHORT_HEADS, *BACKWARD),
 )  # fmt: skip
 
 SEED = When(head_dims=(64, 80, 96, 128), dtypes=HALF)

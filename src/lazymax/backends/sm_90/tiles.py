@@ -7,6 +7,7 @@ from .backward_rows import HopperBackwardTile
 from .rows import HopperTile
 
 MEASURED = "H200, 2026-11-29, torch 2.11.0, Triton 3.6.0"
+OF_FEATURES = "H200, 2026-12-01, Triton 3.6.0, S=4096, sweep in docs/notes/backward.md"
 NEXT_DAY = MEASURED.replace("29", "30")
 
 ALTERNATIVES = (
@@ -91,18 +92,37 @@ BACKWARD = (
         keys=Half(block_m=64, block_n=64, num_warps=4, num_stages=3),
         queries=Half(block_m=128, block_n=64, num_warps=4, num_stages=3),
         descriptors=True,
-        when=When(max_head_dim=64, dtypes=HALF, min_programs=0.7),
+        when=When(max_head_dim=64, dtypes=HALF, plain=True, min_programs=0.7),
         reason="small heads: programs of 4 warps share an SM, one multiplies while others exponentiate",
         provenance=f"{OF_8}, dK and dV 1 to 10% behind 32x128, which spills 500 bytes with grouped heads",
     ),
     BackwardTile(
-        keys=Half(block_m=64, block_n=64, num_warps=4, num_stages=2),
+        keys=Half(block_m=64, block_n=64, num_warps=4, num_stages=3),
+        queries=Half(block_m=64, block_n=64, num_warps=4, num_stages=3),
+        mask=Half(block_m=64, block_n=128, num_warps=4, num_stages=1),
+        descriptors=True,
+        when=When(max_head_dim=64, dtypes=HALF, min_programs=0.7),
+        reason="masks, mods and the like: dQ of 128 queries spills up to 408 bytes",
+        provenance=f"{OF_FEATURES}: dQ 2 to 28% ahead of the row above",
+    ),
+    BackwardTile(
+        keys=Half(block_m=64, block_n=64, num_warps=4, num_stages=2, licm=False),
+        queries=Half(block_m=64, block_n=64, num_warps=4, num_stages=2),
+        mask=Half(block_m=64, block_n=128, num_warps=4, num_stages=1),
+        descriptors=True,
+        when=When(max_head_dim=96, dtypes=HALF, min_programs=0.7),
+        reason="dQ of 64 queries: its pieces of 64 and 32 columns leave room for a second program",
+        provenance=f"{OF_FEATURES}: dQ 4 to 36% ahead of the row below",
+    ),
+    BackwardTile(
+        keys=Half(block_m=64, block_n=64, num_warps=4, num_stages=2, licm=False),
         queries=Half(block_m=128, block_n=64, num_warps=8, num_stages=3),
+        mask=Half(block_m=64, block_n=128, num_warps=4, num_stages=1),
         descriptors=True,
         when=When(max_head_dim=128, dtypes=HALF, min_programs=0.7),
         reason="dK and dV of 64 keys on 4 warps, two programs an SM; dQ of 128 queries, two tiles under way beside the "
         "one at hand",
-        provenance=f"{OF_8}, dK and dV too",
+        provenance=f"{OF_8}, dK and dV too; {OF_FEATURES}: dK and dV without licm 2 to 31% ahead",
     ),
     BackwardTile(
         **NARROW_BACKWARD,
@@ -119,13 +139,23 @@ BACKWARD = (
         provenance=COMPILED,
     ),
     BackwardTile(
-        keys=Half(block_m=32, block_n=128, num_warps=8, num_stages=2, separate=True),
+        keys=Half(block_m=32, block_n=128, num_warps=8, num_stages=2, separate=True, licm=False),
+        queries=Half(block_m=64, block_n=32, num_warps=4, num_stages=3, licm=False),
+        descriptors=True,
+        when=When(dtypes=HALF, plain=True),
+        reason="head dim 256: dK and dV in a launch each, so that a warpgroup has 64 keys",
+        provenance=f"{NEXT_DAY}: the best of 9 halves for dK and dV, at S=1024 and 4096; {OF_FEATURES}: dQ 15 and 20% "
+        "ahead of the row below",
+    ),
+    BackwardTile(
+        keys=Half(block_m=32, block_n=128, num_warps=8, num_stages=2, separate=True, licm=False),
         queries=Half(block_m=64, block_n=64, num_warps=4, num_stages=2),
+        mask=Half(block_m=64, block_n=64, num_warps=8, num_stages=1),
         descriptors=True,
         when=When(dtypes=HALF),
-        reason="head dim 256: dK and dV in a launch each, so that a warpgroup has 64 keys; not called tuned, dQ spills "
-        "136 and 152 bytes (bf16, full and causal, Triton 3.6)",
-        provenance=f"{NEXT_DAY}: the best of 9 halves for dK and dV, of 7 for dQ, at S=1024 and 4096",
+        reason="the same with masks, mods and the like: with a bool mask dQ of 32 keys is 42% behind; not called "
+        "tuned, dQ spills up to 504 bytes",
+        provenance=f"{OF_FEATURES}: dK without licm 3 to 37% ahead",
     ),
     BackwardTile(
         keys=Half(block_m=32, block_n=64, num_warps=8, num_stages=1),
