@@ -134,9 +134,7 @@ def backward(
             if (not head_dims or problem.head_dim in head_dims) and (causal is None or band is causal):
                 asked.append((tile, problem))
         for tile, problem in asked[:most]:
-            chosen = compiling_backward.plan_of(name, tile, arch)
-            more = compiling_backward.extras_of(problem), compiling_backward.feature_of(problem)
-            for report in compiling_backward.reports(problem, chosen, arch, *more):
+            for report in compiling_backward.row_reports(name, tile, problem, arch):
                 lines.append(report.as_dict() | {"half": problem.dtype != "float32"})
     return lines
 

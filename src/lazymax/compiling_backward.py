@@ -87,25 +87,22 @@ def rows(arch: Arch, backend: Backend, dtypes: tuple[str, ...] = DTYPES) -> dict
     return found
 
 
-def extras_of(problem: Problem) -> Extras:
-    """The mask of one of `problems`, on the meta device."""
-    if problem.mask is None:
-        return NO_EXTRAS
-    size = (problem.batch, problem.q_heads, problem.q_len, problem.kv_len)
-    return Extras(mask=torch.empty(size, dtype=getattr(torch, problem.mask), device="meta"))
-
-
-def feature_of(problem: Problem) -> str | None:
-    """What a report calls what one of `problems` has beside a band."""
-    return "bool mask" if problem.mask else "softcap" if problem.softcap else None
-
-
 def plan_of(name: str, tile: BackwardTile, arch: Arch) -> BackwardPlan:
     """A plan of that row of the backend of that name."""
     return BackwardPlan(
         route="triton", backend=name, tile=tile, level=registry()[name].backward_level, reason=tile.reason,
         rejected=(), least_columns=tritons.least_columns(arch.matrix_unit),
     )  # fmt: skip
+
+
+def row_reports(name: str, tile: BackwardTile, problem: Problem, arch: Arch) -> Iterator[Report]:
+    """Compile a row of the backend of that name for one of `problems`, with the tensors that the problem takes."""
+    extras, feature = NO_EXTRAS, "softcap" if problem.softcap else None
+    if problem.mask is not None:
+        size = (problem.batch, problem.q_heads, problem.q_len, problem.kv_len)
+        mask = torch.empty(size, dtype=getattr(torch, problem.mask), device="meta")
+        extras, feature = Extras(mask=mask), f"{problem.mask} mask"
+    yield from reports(problem, plan_of(name, tile, arch), arch, extras, feature)
 
 
 def compile_arch(arch: Arch, dtypes: tuple[str, ...] | None = None, impl: str = "auto") -> Iterator[Report]:
@@ -117,7 +114,7 @@ def compile_arch(arch: Arch, dtypes: tuple[str, ...] | None = None, impl: str = 
 
 def _compile_backend(arch: Arch, name: str, dtypes: tuple[str, ...] | None) -> Iterator[Report]:
     for tile, problem in rows(arch, registry()[name], dtypes or DTYPES).values():
-        yield from reports(problem, plan_of(name, tile, arch), arch, extras_of(problem), feature_of(problem))
+        yield from row_reports(name, tile, problem, arch)
 
 
 def compile_features(

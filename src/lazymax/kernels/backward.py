@@ -115,7 +115,7 @@ def _sweep_keys(q, d_out, row, inputs, tiles, stats, span, head, first_row, star
     q_row, row_end = span.q_row + first_row, span.q_row + span.q_len
     nothing = unknown_zero()
     before = (middle - start) // BLOCK_N
-    STAGES: tl.constexpr = 1 if GUARDED else None
+    STAGES: tl.constexpr = 1 if GUARDED else None  # as of dK and dV
     n_blocks = before + (stop - resume + BLOCK_N - 1) // BLOCK_N
     for i in tl.range(0, n_blocks, num_stages=STAGES, disable_licm=not config.LICM):
         n = start + i * BLOCK_N

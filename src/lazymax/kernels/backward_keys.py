@@ -83,7 +83,7 @@ def _sweep_queries(k, v, inputs, tiles, stats, span, head, first_col, start, mid
             row = gradients.load_row(stats, span, head, m, BLOCK_M, EDGE, EXACT)
             s = products.scores(k, q, config.PRECISION, config.UPCAST)
         p = gradients.probabilities(s, row, modifiers, span, head, m, first_col, scale_log2, config, EDGE, EXACT, True)
-        if GUARDED:
+        if GUARDED:  # only now: sm_100's cold path spilled at head dim 72
             d_out = memory.load_pieces(inputs.d_out, tiles.d_out, span.slab, head, at, row_end, BLOCK_M, EDGE,
                                        config, config.D_V, config.DV_PIECES, DESCRIPTOR)
         keep = gradients.kept(modifiers, span, head, m, first_col, BLOCK_M, p.shape[0], True)

@@ -137,7 +137,7 @@ BACKEND = Backend(
             mask=Half(block_m=64, block_n=64, num_warps=8, num_stages=1, max_registers=255), descriptors=True,
             when=When(max_head_dim=128, dtypes=HALF, mask_rows=True),
             reason="a tile of the mask is in registers with P and dS: as below, dK and dV spill 8 to 704 bytes on "
-            "Triton 3.6, the mask's gradient in tiles of 128 queries 20 to 60",
+            "Triton 3.6, the mask's gradient in tiles of 128 queries 92 at head dim 72 on 3.9",
             provenance=COMPILED_BACKWARD,
         ),
         BackwardTile(
@@ -158,11 +158,10 @@ BACKEND = Backend(
         ),
         BackwardTile(
             keys=Half(block_m=32, block_n=64, num_warps=8, num_stages=2, max_registers=255, one_loop=True),
-            queries=Half(block_m=64, block_n=64, num_warps=8, num_stages=1),
-            mask=Half(block_m=64, block_n=32, num_warps=8, num_stages=1, max_registers=255), descriptors=True,
+            queries=Half(block_m=64, block_n=64, num_warps=8, num_stages=1), descriptors=True,
             when=When(dtypes=HALF, plain=False),
             reason="head dim 256 with masks, mods and the like: 168 KB; twice the queries spill up to 488 bytes of dK "
-            "and dV, twice the keys 88 and 164 of the mask's gradient",
+            "and dV",
             provenance=COMPILED_BACKWARD,
         ),
         BackwardTile(

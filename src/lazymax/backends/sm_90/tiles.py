@@ -111,7 +111,7 @@ BACKWARD = (
         mask=Half(block_m=64, block_n=128, num_warps=4, num_stages=1),
         descriptors=True,
         when=When(max_head_dim=96, dtypes=HALF, min_programs=0.7),
-        reason="dQ of 64 queries: its pieces of 64 and 32 columns leave room for a second program",
+        reason="dQ of 64 queries on 4 warps is faster here; why was not looked into",
         provenance=f"{OF_FEATURES}: dQ 4 to 36% ahead of the row below",
     ),
     BackwardTile(
